@@ -1,0 +1,105 @@
+"""`hetero-megatron`: reads arguments and recipes, and calls what does the work.
+
+Commands import what they run when they run, so that `--help` and a misspelt recipe answer at once.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hetero_megatron.cli.errors import reported
+from hetero_megatron.errors import RecipeError
+
+app = typer.Typer(
+    name="hetero-megatron",
+    help="Llama training under heterogeneous parallel strategies.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/quickstart.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as training.lr=1e-4.")
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="The same, as an option; may be repeated.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+@app.command()
+def pretrain(recipe: RecipeFile, overrides: Overrides = None, settings: Settings = None) -> None:
+    """Train: start the local ranks (or join torchrun's) and write metrics into the run folder."""
+    from hetero_megatron import train
+    from hetero_megatron.recipe import load_recipe
+
+    run = train.prepare(load_recipe(recipe, [*(overrides or ()), *(settings or ())]))
+    if "LOCAL_RANK" in os.environ:
+        train.pretrain_under_launcher(run, int(os.environ["LOCAL_RANK"]))
+        return
+    raise typer.Exit(train.pretrain(run))
+
+
+@app.command()
+def explain(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    settings: Settings = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="Only what this rank does.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a strategy means: pipelines, groups, and the communication of every Reshard."""
+    from hetero_megatron.cli import explain as command
+    from hetero_megatron.recipe import load_recipe
+
+    command.run(load_recipe(recipe, [*(overrides or ()), *(settings or ())]), rank=rank, as_json=as_json)
+
+
+@app.command()
+def switch(
+    before: Annotated[Path, typer.Argument(metavar="FROM", help="The recipe that runs now.")],
+    after: Annotated[Path, typer.Argument(metavar="TO", help="The recipe that runs next.")],
+    lost: Annotated[str, typer.Option("--lost", metavar="RANKS", help="Ranks that died: 31, or 28-31,3.")] = "",
+    bytes_per_parameter: Annotated[
+        int, typer.Option(min=1, help="Parameter and optimizer state: 12 for FP32 with two Adam moments.")
+    ] = 12,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A change of both recipes; may be repeated.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each rank would send to change from one strategy to another, without training."""
+    from hetero_megatron.cli import switch as command
+    from hetero_megatron.recipe import load_recipe
+
+    command.run(
+        load_recipe(before, settings or ()),
+        load_recipe(after, settings or ()),
+        lost=_lost_ranks(lost),
+        bytes_per_parameter=bytes_per_parameter,
+        as_json=as_json,
+    )
+
+
+def _lost_ranks(text: str) -> frozenset[int]:
+    """The ranks of `--lost`."""
+    from hetero_megatron.recipe_text import number_list
+
+    try:
+        return frozenset(number_list(text)) if text else frozenset()
+    except RecipeError as error:
+        raise RecipeError(f"--lost: {error}") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point `hetero-megatron`; ends the process with the exit code."""
+    with reported():
+        app(args=None if arguments is None else list(arguments), prog_name="hetero-megatron")
+
+
+if __name__ == "__main__":
+    main()

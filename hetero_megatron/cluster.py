@@ -1,0 +1,143 @@
+"""The devices that a strategy runs on and the links between them (paper §5.3, Table 7)."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hetero_megatron.errors import ClusterError
+
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A class of links: its name in reports, bandwidth in GB/s and latency in seconds."""
+
+    name: str
+    gb_per_s: float
+    latency_s: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.gb_per_s <= 0:
+            raise ClusterError(f"link {self.name!r}: {self.gb_per_s} GB/s; a bandwidth is positive")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """A model of device: memory in bytes, dense BF16 FLOP/s, and the link between two of them in one node."""
+
+    name: str
+    memory_bytes: int
+    flops: float
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One rank's device and the node it sits in."""
+
+    rank: int
+    kind: str
+    node: int
+
+
+# Memory and FLOP/s of H800 and H20: paper Table 7. The CPU row stands for this machine and promises nothing.
+KINDS = {
+    kind.name: kind
+    for kind in (
+        DeviceKind("h800", 81559 * 2**20, 990e12, Link("nvlink", 400.0)),
+        DeviceKind("h20", 97871 * 2**20, 148e12, Link("nvlink", 900.0)),
+        DeviceKind("cpu", 4 * 2**30, 1e11, Link("loopback", 3.0)),
+    )
+}
+INFINIBAND = Link("ib", 50.0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices by rank, the kinds they are of, and the link between nodes."""
+
+    devices: tuple[Device, ...]
+    kinds: tuple[DeviceKind, ...]
+    inter_node: Link = INFINIBAND
+
+    def __post_init__(self) -> None:
+        by_rank: dict[int, Device] = {}
+        names = {kind.name for kind in self.kinds}
+        for device in self.devices:
+            if device.rank in by_rank:
+                raise ClusterError(f"rank {device.rank} is listed twice (nodes {by_rank[device.rank].node}, {device.node})")
+            if device.kind not in names:
+                raise ClusterError(f"rank {device.rank} is a {device.kind!r}; the cluster knows {sorted(names)}")
+            by_rank[device.rank] = device
+        if not by_rank:
+            raise ClusterError("a cluster needs at least one device")
+        object.__setattr__(self, "_by_rank", by_rank)
+        object.__setattr__(self, "_kinds", {kind.name: kind for kind in self.kinds})
+        object.__setattr__(self, "_hash", hash((self.devices, self.kinds, self.inter_node)))
+
+    def __hash__(self) -> int:
+        known: int = self._hash  # type: ignore[attr-defined]  # set once in __post_init__
+        return known
+
+    @staticmethod
+    def of_nodes(nodes: Mapping[str, int], per_node: int = GPUS_PER_NODE, inter_node: Link = INFINIBAND) -> "Cluster":
+        """Whole nodes by kind, ranks counted in the mapping's order: `{"h800": 2, "h20": 4}` is the paper's cluster."""
+        devices: list[Device] = []
+        for kind, count in nodes.items():
+            if kind not in KINDS:
+                raise ClusterError(f"device kind {kind!r} is unknown; known: {sorted(KINDS)}")
+            for _ in range(count * per_node):
+                devices.append(Device(len(devices), kind, len(devices) // per_node))
+        return Cluster(tuple(devices), tuple(KINDS[kind] for kind in nodes), inter_node)
+
+    @staticmethod
+    def local_cpu(count: int) -> "Cluster":
+        """`count` CPU ranks on this machine."""
+        return Cluster(tuple(Device(rank, "cpu", 0) for rank in range(count)), (KINDS["cpu"],))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, in the order they were listed."""
+        return tuple(device.rank for device in self.devices)
+
+    def device(self, rank: int) -> Device:
+        """The device of `rank`."""
+        by_rank: dict[int, Device] = self._by_rank  # type: ignore[attr-defined]  # set once in __post_init__
+        if rank not in by_rank:
+            raise ClusterError(f"rank {rank} is not in the cluster (ranks {_ranges(self.ranks)})")
+        return by_rank[rank]
+
+    def kind(self, rank: int) -> DeviceKind:
+        """The device kind of `rank`."""
+        kinds: dict[str, DeviceKind] = self._kinds  # type: ignore[attr-defined]  # set once in __post_init__
+        return kinds[self.device(rank).kind]
+
+    def node_of(self, rank: int) -> int:
+        """The node of `rank`."""
+        return self.device(rank).node
+
+    def link(self, a: int, b: int) -> Link:
+        """The link between two different ranks: the device kind's own inside a node, the cluster's between nodes."""
+        return self.kind(a).link if self.node_of(a) == self.node_of(b) else self.inter_node
+
+    def without(self, ranks: Iterable[int]) -> "Cluster":
+        """The cluster after these ranks are gone."""
+        gone = set(ranks)
+        for rank in sorted(gone):
+            self.device(rank)
+        return Cluster(tuple(d for d in self.devices if d.rank not in gone), self.kinds, self.inter_node)
+
+    def join(self, devices: Iterable[Device]) -> "Cluster":
+        """The cluster with these devices added."""
+        return Cluster(self.devices + tuple(devices), self.kinds, self.inter_node)
+
+
+def _ranges(ranks: tuple[int, ...]) -> str:
+    """`0-3, 7` for (0, 1, 2, 3, 7)."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in spans)

@@ -1,0 +1,94 @@
+"""From a strategy to an annotation plan: Megatron's tensor-parallel roles by module name (paper §4, C.3)."""
+
+from collections.abc import Iterable, Mapping
+
+from hetero_megatron.annotation import DUPLICATE, Annotation, AnnotationPlan, DeviceGroup, DistributedStates
+from hetero_megatron.errors import StrategyError
+from hetero_megatron.strategy import ModelFacts, Pipeline, Stage, Strategy
+
+# How tensor parallelism cuts a parameter, by the last part of its module's name. Weights are stored [out, in].
+COLUMN, ROW, KV, WHOLE = "column", "row", "kv", "whole"
+PARAMETER_ROLES: Mapping[str, str] = {
+    "embedding": COLUMN,
+    "attention_norm": WHOLE,
+    "wq": COLUMN,
+    "wk": KV,
+    "wv": KV,
+    "wo": ROW,
+    "mlp_norm": WHOLE,
+    "gate": COLUMN,
+    "up": COLUMN,
+    "down": ROW,
+    "final_norm": WHOLE,
+    "head": COLUMN,
+}
+# Whether a Reshard's result is whole on every tensor-parallel rank, or split by tokens under sequence parallelism.
+GATHERED, SEQUENCE = "gathered", "sequence"
+RESHARD_ROLES: Mapping[str, str] = {
+    "embedding_out": SEQUENCE,
+    "entry": SEQUENCE,
+    "attention_in": GATHERED,
+    "attention_out": SEQUENCE,
+    "mlp_in": GATHERED,
+    "mlp_out": SEQUENCE,
+    "final_entry": SEQUENCE,
+    "head_in": GATHERED,
+}
+STATE = "@state"
+
+
+def annotate(
+    strategy: Strategy, facts: ModelFacts, parameters: Iterable[str], reshards: Iterable[str], inputs: Iterable[str]
+) -> AnnotationPlan:
+    """The annotation plan of `strategy`: one entry for every leaf and every Reshard of the model.
+
+    `parameters`, `reshards` and `inputs` are node names, such as `layers.3.wq.weight`, `layers.3.mlp_in`, `tokens`.
+    """
+    entries: dict[str, Annotation] = {}
+    tokens_first = {"tokens": True, "targets": False}
+    for name in inputs:
+        stages = [p.stages[0] if tokens_first[name] else p.stages[-1] for p in strategy.pipelines]
+        entries[name] = _union(stages, [_copies(stage) for stage in stages], 0)
+    for name in parameters:
+        module = name.rsplit(".", 1)[0]
+        role = _role(module, PARAMETER_ROLES, "parameter")
+        stages = [_stage_of(module, pipeline) for pipeline in strategy.pipelines]
+        entries[name] = _union(stages, [_parameter_states(role, stage, facts) for stage in stages], DUPLICATE)
+    for name in reshards:
+        role = _role(name, RESHARD_ROLES, "Reshard")
+        stages = [_stage_of(name, pipeline) for pipeline in strategy.pipelines]
+        split = role == SEQUENCE and strategy.sequence_parallel
+        states = [DistributedStates.of({0: s.tensor_parallel_size}) if split else _copies(s) for s in stages]
+        entries[name] = _union(stages, states, 0)
+    return AnnotationPlan(entries)
+
+
+def _role(module: str, roles: Mapping[str, str], what: str) -> str:
+    last = module.rsplit(".", 1)[-1]
+    if last not in roles:
+        raise StrategyError(f"{what} {module}: no tensor-parallel role is known for {last!r}; known: {sorted(roles)}")
+    return roles[last]
+
+
+def _stage_of(module: str, pipeline: Pipeline) -> Stage:
+    """The stage that runs `module`: by layer number, the first stage before the layers, the last after them."""
+    if module.startswith("layers."):
+        layer = int(module.split(".")[1])
+        return next(stage for stage in pipeline.stages if layer in stage.layer_numbers)
+    return pipeline.stages[0] if module.startswith("embedding") else pipeline.stages[-1]
+
+
+def _copies(stage: Stage) -> DistributedStates:
+    return DistributedStates.of({DUPLICATE: stage.tensor_parallel_size})
+
+
+def _parameter_states(role: str, stage: Stage, facts: ModelFacts) -> DistributedStates:
+    tp = stage.tensor_parallel_size
+    if role == KV and tp > facts.num_query_groups:
+        return DistributedStates.of({0: facts.num_query_groups, DUPLICATE: tp // facts.num_query_groups})
+    return DistributedStates.of({{COLUMN: 0, KV: 0, ROW: 1, WHOLE: DUPLICATE}[role]: tp})
+
+
+def _union(stages: list[Stage], states: list[DistributedStates], hdim: int) -> Annotation:
+    groups = tuple(DeviceGroup(stage.ranks) for stage in stages)
+    return Annotation(groups, tuple(states), hdim if len(stages) > 1 else DUPLICATE)

@@ -1,0 +1,136 @@
+"""The whole pure walk, run once: from a traced model and a strategy to what every rank will do (DESIGN §6).
+
+A Program needs no process. Everything it holds can be printed, compared and tested; the runtime only carries it out.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import lcm
+
+from hetero_megatron.annotation import Annotation, AnnotationPlan
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.comm.steps import Collective, CommPlan
+from hetero_megatron.errors import StrategyError
+from hetero_megatron.graph.deduce import AnnotatedGraph, deduce
+from hetero_megatron.graph.nodes import Graph, Kind
+from hetero_megatron.graph.specialize import BoundReshard, ExecutableGraph, reshard_plans, specialize
+from hetero_megatron.layout import annotate
+from hetero_megatron.pipeline.action import Step
+from hetero_megatron.pipeline.construct import Pipelines, check_against, construct
+from hetero_megatron.pipeline.plan import Schedule, plan_schedule
+from hetero_megatron.strategy import ModelFacts, Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A model under a strategy: annotated graph, resolved Reshards, pipelines and schedule."""
+
+    strategy: Strategy
+    cluster: Cluster
+    plan: AnnotationPlan
+    annotated: AnnotatedGraph
+    reshards: tuple[BoundReshard, ...]
+    pipelines: Pipelines
+    schedule: Schedule
+
+    @staticmethod
+    def build(graph: Graph, strategy: Strategy, facts: ModelFacts, cluster: Cluster) -> "Program":
+        """Check the strategy, annotate, deduce, resolve, and construct and check the pipelines.
+
+        Raises:
+            HeteroError: of the room that found the fault, before any process exists.
+        """
+        strategy.check(facts, cluster.ranks)
+        plan = annotate(strategy, facts, graph.parameters, graph.reshards, graph.inputs)
+        annotated = deduce(graph, plan)
+        reshards = reshard_plans(annotated, cluster)
+        expected = tuple(tuple(stage.ranks for stage in p.stages) for p in strategy.pipelines)
+        found = construct([r.forward for r in reshards if r.forward is not None], strategy.ranks)
+        check_against(found, expected)
+        schedule = plan_schedule(strategy.schedule, [(len(p.stages), p.micro_batches) for p in strategy.pipelines])
+        return Program(strategy, cluster, plan, annotated, reshards, expected, schedule)
+
+    def executable(self, rank: int) -> ExecutableGraph:
+        """What `rank` computes and communicates (paper §6.2)."""
+        return specialize(self.annotated, rank, self.cluster)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {
+            rank: (number, stage)
+            for number, pipeline in enumerate(self.pipelines)
+            for stage, ranks in enumerate(pipeline)
+            for rank in ranks
+        }
+
+    def pipeline_of(self, rank: int) -> tuple[int, tuple[int, ...]]:
+        """Number and all ranks, ascending, of the pipeline that `rank` belongs to."""
+        if rank not in self._places:
+            raise StrategyError(f"rank {rank} works in no pipeline of this strategy")
+        number = self._places[rank][0]
+        return number, tuple(sorted(member for stage in self.pipelines[number] for member in stage))
+
+    def stage_of(self, rank: int) -> int:
+        """Stage number of `rank` in its pipeline."""
+        return self._places[rank][1]
+
+    def reports_loss(self, rank: int) -> bool:
+        """Whether `rank` is the one that reports its pipeline's loss."""
+        number, _ = self._places[rank]
+        return self.pipelines[number][-1][0] == rank
+
+    def token_multiple(self, pipeline: int) -> int:
+        """What the tokens of a micro-batch must divide by: sequence parallelism cuts them over every stage's TP."""
+        if not self.strategy.sequence_parallel:
+            return 1
+        return lcm(*(stage.tensor_parallel_size for stage in self.strategy.pipelines[pipeline].stages))
+
+    def actions(self, rank: int, micro_batches: int) -> tuple[Step, ...]:
+        """The steps of `rank` in a step with this many micro-batches in its pipeline."""
+        pipeline, stage = self._places[rank]
+        return _schedule(self.strategy.schedule, len(self.pipelines[pipeline]), micro_batches).steps(0, stage)
+
+    @cached_property
+    def posts(self) -> dict[str, CommPlan]:
+        """Per parameter, how its gradient reaches the layout of its optimizer states."""
+        return self.annotated.post_plans(self.cluster)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Every rank tuple that some collective of this program uses, sorted."""
+        plans: list[CommPlan] = [*self.posts.values(), *self.annotated.edge_plans(self.cluster).values()]
+        plans += [plan for reshard in self.reshards for plan in (reshard.forward, reshard.backward) if plan is not None]
+        found = _collective_groups(plans)
+        for node in self.annotated.graph.nodes:
+            if node.kind is Kind.COMPUTE and node.signature is not None and node.signature.reduced:
+                found |= set(split_groups(self.annotated.values[node.inputs[0]], 1))
+        return tuple(sorted(found))
+
+    @property
+    def control_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each pipeline, sorted."""
+        return tuple(sorted(tuple(sorted(r for stage in pipeline for r in stage)) for pipeline in self.pipelines))
+
+
+@lru_cache(maxsize=256)
+def _schedule(name: str, stages: int, micro_batches: int) -> Schedule:
+    return plan_schedule(name, [(stages, micro_batches)])
+
+
+def _collective_groups(plans: Iterable[CommPlan]) -> set[tuple[int, ...]]:
+    distinct = {id(plan): plan for plan in plans}.values()
+    steps = (step for plan in distinct for stage in plan.stages for step in stage.steps)
+    return {step.ranks for step in steps if isinstance(step, Collective)}
+
+
+def split_groups(annotation: Annotation, dim: int) -> Sequence[tuple[int, ...]]:
+    """The ranks that together hold `dim`: equal in every other coordinate, in order along `dim`."""
+    found = []
+    for subgroup, states in enumerate(annotation.states):
+        together: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for index, rank in enumerate(annotation.groups[subgroup]):
+            rest = tuple((d, place) for d, place in states.coord(index).items() if d != dim)
+            together.setdefault(rest, []).append(rank)
+        found += [tuple(ranks) for ranks in together.values() if len(ranks) > 1]
+    return found

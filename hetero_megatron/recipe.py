@@ -1,0 +1,218 @@
+"""A run as one typed YAML file: everything wrong in it is refused before anything starts (DESIGN 5)."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+
+from hetero_megatron.cluster import KINDS, Cluster, Device
+from hetero_megatron.data.corpus import Files
+from hetero_megatron.data.dispatch import deal
+from hetero_megatron.data.tokenizer import VOCAB_SIZE
+from hetero_megatron.errors import HeteroError, RecipeError
+from hetero_megatron.models.config import LlamaConfig
+from hetero_megatron.models.presets import PRESETS
+from hetero_megatron.recipe_sections import (
+    DataSection,
+    ModelSection,
+    NodesSection,
+    OutputSection,
+    PipelineSection,
+    Section,
+    StageSection,
+    StrategySection,
+    TrainingSection,
+    refuse_unknown,
+)
+from hetero_megatron.recipe_text import apply_overrides, describe, nearest, read_yaml
+from hetero_megatron.strategy import Pipeline, Stage, Strategy
+
+# A section written as bare text means this key of it.
+SHORTHANDS = {"model": "preset", "output": "folder", "data": "folder"}
+MOST_ERRORS = 5
+
+
+def _expanded(section: str) -> BeforeValidator:
+    """Read a section's bare text as its most important key."""
+    schema = str | dict[str, Any]
+    return BeforeValidator(
+        lambda value: {SHORTHANDS[section]: value} if isinstance(value, str) else value, json_schema_input_type=schema
+    )
+
+
+def _known_kinds(value: object) -> object:
+    if isinstance(value, Mapping):
+        refuse_unknown(value, KINDS)
+    return value
+
+
+class Recipe(Section):
+    """One run: model, cluster, strategy, data, training, output.
+
+    >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=10"])
+    """
+
+    model: Annotated[ModelSection, _expanded("model")]  # type: ignore[valid-type]  # fields are LlamaConfig's
+    cluster: Annotated[dict[str, NodesSection], BeforeValidator(_known_kinds), Field(min_length=1)] | None = None
+    strategy: StrategySection
+    data: Annotated[DataSection, _expanded("data")] = DataSection()
+    training: TrainingSection
+    output: Annotated[OutputSection, _expanded("output")] = OutputSection()
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON Schema of recipe files, for editors."""
+        return cls.model_json_schema(mode="validation")
+
+    def make_config(self) -> LlamaConfig:
+        """The model: the preset, with the fields that the recipe gives in place of its own.
+
+        Raises:
+            RecipeError: the preset is unknown, or a field is missing.
+            ModelError: the fields describe no model.
+        """
+        section: BaseModel = self.model
+        given = section.model_dump(exclude_unset=True)
+        preset = given.pop("preset", None)
+        if preset is not None and preset not in PRESETS:
+            near = nearest(preset, PRESETS)
+            guess = f"did you mean {near}?" if near else f"known: {', '.join(PRESETS)}"
+            raise RecipeError(f"model.preset: there is no model {preset!r}; {guess}")
+        if preset is not None:
+            return dataclasses.replace(PRESETS[preset], **given)
+        for field in dataclasses.fields(LlamaConfig):
+            default = (field.default, field.default_factory)
+            if field.name not in given and default == (dataclasses.MISSING, dataclasses.MISSING):
+                raise RecipeError(f"model.{field.name}: missing; give it, or name a preset")
+        return LlamaConfig(**given)
+
+    def make_cluster(self) -> Cluster:
+        """The devices: as described, or as many CPU ranks on this machine as the strategy names."""
+        if self.cluster is None:
+            strategy = self.make_strategy()
+            return Cluster.local_cpu(max((*strategy.ranks, *strategy.idle_ranks), default=0) + 1)
+        devices: list[Device] = []
+        node = 0
+        for kind, section in self.cluster.items():
+            for _ in range(section.nodes):
+                devices += [Device(len(devices) + place, kind, node) for place in range(section.devices_per_node)]
+                node += 1
+        return Cluster(tuple(devices), tuple(KINDS[kind] for kind in self.cluster))
+
+    def make_strategy(self) -> Strategy:
+        """The strategy as the planner, the graph and the runtime know it."""
+        section = self.strategy
+        pipelines = (
+            _homogeneous(section, self.make_config().num_layers)
+            if section.pipelines is None
+            else tuple(_pipeline(pipeline) for pipeline in section.pipelines)
+        )
+        return Strategy(pipelines, section.zero, section.schedule, section.sequence_parallel, section.idle_ranks)
+
+    def open_corpus(self) -> Files:
+        """The documents.
+
+        Raises:
+            DataError: a folder or file is missing, or there is no document.
+        """
+        if self.data.folder is not None:
+            return Files.folder(self.data.folder, self.data.suffixes)
+        return Files.standard_library() if self.data.files is None else Files.listed(self.data.files)
+
+    def check(self) -> None:
+        """Refuse a recipe whose sections do not fit each other.
+
+        Raises:
+            RecipeError: naming the section and what would be right.
+        """
+        with _in_section("model"):
+            config = self.make_config()
+        if config.vocab_size < VOCAB_SIZE:
+            raise RecipeError(f"model.vocab_size: {config.vocab_size} is too small; byte tokens need {VOCAB_SIZE}")
+        with _in_section("cluster"):
+            cluster = self.make_cluster()
+        with _in_section("strategy"):
+            strategy = self.make_strategy()
+            strategy.check(config.facts, cluster.ranks)
+        with _in_section("training.global_batch_size"):
+            deal(self.training.global_batch_size, [(p.micro_batches, p.micro_batch_size) for p in strategy.pipelines])
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read and check a recipe file; overrides are dotted, such as `training.lr=1e-4`.
+
+    Raises:
+        RecipeError: anything that is wrong, with the file, the key's path, and what would be right.
+    """
+    value = read_yaml(Path(path))
+    if not isinstance(value, dict):
+        raise RecipeError(f"recipe {path} is not a mapping; it needs the sections {', '.join(Recipe.model_fields)}")
+    try:
+        recipe = Recipe.model_validate(apply_overrides(value, overrides, SHORTHANDS))
+        recipe.check()
+    except ValidationError as error:
+        homes = _homes()
+        sentences = [describe(dict(one), homes) for one in error.errors()[:MOST_ERRORS]]
+        raise RecipeError("\n".join(f"{path}: {sentence}" for sentence in sentences)) from error
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from error
+    return recipe
+
+
+@contextmanager
+def _in_section(name: str) -> Iterator[None]:
+    """Say in which section a refusal of a lower floor belongs."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except HeteroError as error:
+        raise RecipeError(f"{name}: {error}") from error
+
+
+def _pipeline(section: PipelineSection) -> Pipeline:
+    stages = tuple(
+        Stage(stage.ranks, stage.layers, stage.tp or max(1, len(stage.ranks) // stage.cp), stage.cp)
+        for stage in section.stages
+    )
+    return Pipeline(section.micro_batches, section.micro_batch_size, stages)
+
+
+def _homogeneous(section: StrategySection, num_layers: int) -> tuple[Pipeline, ...]:
+    """`dp` equal pipelines of `pp` stages; ranks count through a stage, then a pipeline; first stages are larger."""
+    dp, tp, pp, cp = (size or 1 for size in (section.dp, section.tp, section.pp, section.cp))
+    if pp > num_layers:
+        raise RecipeError(f"strategy.pp: {pp} stages for {num_layers} layers; each stage needs a layer")
+    ends = [sum(num_layers // pp + (stage < num_layers % pp) for stage in range(upto)) for upto in range(pp + 1)]
+    pipelines: list[Pipeline] = []
+    for replica in range(dp):
+        stages = [
+            Stage(tuple(range(first, first + tp * cp)), (ends[stage], ends[stage + 1] - 1), tp, cp)
+            for stage in range(pp)
+            for first in [(replica * pp + stage) * tp * cp]
+        ]
+        pipelines.append(Pipeline(section.micro_batches or 0, section.micro_batch_size or 1, tuple(stages)))
+    return tuple(pipelines)
+
+
+def _homes() -> dict[str, str]:
+    """Which section each key belongs to, for keys that stand in the wrong one."""
+    sections: dict[str, type[BaseModel]] = {
+        "strategy.pipelines[].stages[]": StageSection,
+        "strategy.pipelines[]": PipelineSection,
+        "strategy": StrategySection,
+        "cluster.<kind>": NodesSection,
+        "model": ModelSection,
+        "data": DataSection,
+        "training": TrainingSection,
+        "output": OutputSection,
+        "the top level": Recipe,
+    }
+    homes: dict[str, str] = {}
+    for name, section in sections.items():
+        for key in section.model_fields:
+            homes.setdefault(key, name)
+    return homes

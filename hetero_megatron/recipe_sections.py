@@ -1,0 +1,161 @@
+"""The sections of a recipe, typed and strict: no unknown key, no text for a number (paper Tables 6 and 9-16)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from hetero_megatron.errors import RecipeError
+from hetero_megatron.models.config import LlamaConfig
+from hetero_megatron.recipe_text import first_and_last, number_list
+
+Numbers: TypeAlias = int | str | list[int | str]
+Ranks = Annotated[
+    tuple[int, ...], Field(strict=False), BeforeValidator(number_list, json_schema_input_type=Numbers)
+]
+Layers = Annotated[
+    tuple[int, int] | None,
+    Field(strict=False),
+    BeforeValidator(first_and_last, json_schema_input_type=int | str | tuple[int, int] | None),
+]
+Count = Annotated[int, Field(ge=1)]
+
+
+def refuse_unknown(keys: Mapping[object, object], known: Mapping[str, object]) -> None:
+    """Refuse the first key that is not known; the message is made where the whole recipe is in view."""
+    for key in keys:
+        if key not in known:
+            raise PydanticCustomError("unknown_key", "unknown key", {"key": key, "known": list(known)})
+
+
+class Section(BaseModel):
+    """A mapping with known keys and exact types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            refuse_unknown(value, cls.model_fields)
+        return value
+
+
+def _model_section() -> type[Section]:
+    """`preset` and every field of LlamaConfig, all optional: what is given replaces the preset's value."""
+    hints = get_type_hints(LlamaConfig)
+    fields: dict[str, Any] = {field.name: (hints[field.name], None) for field in dataclasses.fields(LlamaConfig)}
+    return create_model("ModelSection", __base__=Section, preset=(str | None, None), **fields)
+
+
+ModelSection = _model_section()
+
+
+class NodesSection(Section):
+    """How many nodes of one kind of device, and devices in each."""
+
+    nodes: Count
+    devices_per_node: Count = 8
+
+
+class StageSection(Section):
+    """One stage: its ranks, its layers (none: only the embedding or the head), and how its ranks share the work."""
+
+    ranks: Annotated[Ranks, Field(min_length=1)]
+    layers: Layers = None
+    tp: Count | None = None
+    cp: Count = 1
+
+
+class PipelineSection(Section):
+    """One pipeline: stages in order, and how many micro-batches of at most how many rows it takes each step."""
+
+    micro_batches: Annotated[int, Field(ge=0)]
+    micro_batch_size: Count = 1
+    stages: Annotated[tuple[StageSection, ...], Field(strict=False, min_length=1)]
+
+
+class StrategySection(Section):
+    """Either `pipelines`, or the homogeneous shorthand dp, tp, pp with micro_batches and micro_batch_size of each."""
+
+    pipelines: Annotated[tuple[PipelineSection, ...], Field(strict=False, min_length=1)] | None = None
+    dp: Count | None = None
+    tp: Count | None = None
+    pp: Count | None = None
+    cp: Count | None = None
+    micro_batches: Count | None = None
+    micro_batch_size: Count | None = None
+    zero: Annotated[int, Field(ge=0, le=1)] = 0
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    sequence_parallel: bool = True
+    idle_ranks: Ranks = ()
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "StrategySection":
+        shorthand = ("dp", "tp", "pp", "cp", "micro_batches", "micro_batch_size")
+        used = [name for name in shorthand if getattr(self, name) is not None]
+        if self.pipelines is not None and used:
+            raise RecipeError(f"{used[0]} describes all pipelines alike; drop it, or drop pipelines")
+        if self.pipelines is None and self.micro_batches is None:
+            raise RecipeError("write pipelines, or dp, tp and pp together with micro_batches and micro_batch_size")
+        return self
+
+
+class DataSection(Section):
+    """Where documents come from: a folder, a list of files, or (neither) the standard library's source files.
+
+    Paths are relative to the folder in which the command runs.
+    """
+
+    folder: str | None = None
+    suffixes: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    files: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "DataSection":
+        if self.folder is not None and self.files is not None:
+            raise RecipeError("folder and files are both given; one of them is the corpus")
+        if self.suffixes and self.folder is None:
+            raise RecipeError("suffixes choose files in a folder; give folder too")
+        return self
+
+
+class TrainingSection(Section):
+    """How long, how much, how fast; names and defaults are Megatron's."""
+
+    train_iters: Count
+    global_batch_size: Count
+    seq_length: Count
+    lr: Annotated[float, Field(ge=0)]
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    lr_decay_style: Literal["constant", "cosine"] = "constant"
+    lr_warmup_iters: Annotated[int, Field(ge=0)] = 0
+    optimizer: Literal["adam", "sgd"] = "adam"
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    clip_grad: Annotated[float, Field(ge=0)] | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    nonfinite: Literal["skip", "stop"] = "stop"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
+    log_interval: Count = 10
+
+    @field_validator("clip_grad")
+    @classmethod
+    def _zero_is_off(cls, value: float | None) -> float | None:
+        return value or None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainingSection":
+        if self.min_lr > self.lr:
+            raise RecipeError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; the rate falls from lr to min_lr")
+        return self
+
+
+class OutputSection(Section):
+    """The run's folder, relative to the folder in which the command runs."""
+
+    folder: str = "runs/latest"

@@ -1,0 +1,243 @@
+"""From a recipe's text to plain values, and from a refusal to a sentence: strict YAML 1.2, overrides, suggestions."""
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher
+from math import isfinite
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from hetero_megatron.errors import RecipeError
+
+# What Megatron, DeepSpeed and others call our keys.
+ALIASES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "data_parallel_size": "dp",
+    "num_micro_batches": "micro_batches",
+    "gradient_clipping": "clip_grad",
+    "learning_rate": "lr",
+    "max_steps": "train_iters",
+    "zero_stage": "zero",
+    "dtype": "precision",
+}
+CLOSE_ENOUGH = 0.6
+LONGEST_LIST = 10_000
+
+
+def read_yaml(path: Path) -> object:
+    """The plain value of a YAML 1.2 file: `1e-4` is a number, `on` is text, a key may stand once.
+
+    Raises:
+        RecipeError: the file is missing, cut off or malformed; with file and line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"recipe {path} is not UTF-8 text: byte {error.start} is invalid") from error
+    return _parse(text, str(path), "is the file cut off?")
+
+
+def apply_overrides(value: object, overrides: Iterable[str], shorthands: Mapping[str, str]) -> object:
+    """`value` changed in place by overrides such as `training.lr=1e-4` or `strategy.pipelines.0.micro_batches=3`.
+
+    `shorthands` says which key a section's bare text stands for, such as `model: llama_tiny` for `model.preset`.
+
+    Raises:
+        RecipeError: an override is no `path=value`, or its path leads through something that has no parts.
+    """
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = re.findall(r"[^.\[\]]+", path.strip())
+        if not equals or not keys:
+            raise RecipeError(f"override {override!r}: write path=value, for example training.lr=1e-4")
+        here = value
+        for depth, key in enumerate(keys[:-1]):
+            below = _child(here, key, override)
+            if isinstance(below, str) and depth == 0 and key in shorthands:
+                below = {shorthands[key]: below}
+            elif below is None:
+                below = {}
+            _assign(here, key, below, override)
+            here = below
+        _assign(here, keys[-1], _parse(text, f"override {override!r}", "write one YAML value"), override)
+    return value
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The name that `word` was probably meant to be, if any is close: by letters, in any order of its parts."""
+    known = list(names)
+    if ALIASES.get(word) in known:
+        return ALIASES[word]
+    score, best = max(((_closeness(word, name), name) for name in known), default=(0.0, ""))
+    return best if score >= CLOSE_ENOUGH else None
+
+
+def number_list(value: object) -> tuple[int, ...]:
+    """Numbers written as `3`, `[0, 1, 2]`, `0-3` or `28-31, 3`.
+
+    Raises:
+        RecipeError: anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    if isinstance(value, (list, tuple)):
+        return tuple(number for part in value for number in number_list(part))
+    if isinstance(value, str):
+        numbers: list[int] = []
+        for part in value.split(","):
+            first, last = _span(part, value)
+            if last - first >= LONGEST_LIST:
+                raise RecipeError(f"{value!r} lists {last - first + 1} numbers; at most {LONGEST_LIST} can be meant")
+            numbers.extend(range(first, last + 1))
+        return tuple(numbers)
+    raise RecipeError(f"{spelled(value)}; write a number, a list such as [0, 1, 2], or a range such as 0-3")
+
+
+def first_and_last(value: object) -> tuple[int, int] | None:
+    """Layers written as `0-14`, `[0, 14]`, a single number, or null for none.
+
+    Raises:
+        RecipeError: anything else.
+    """
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value, value)
+    if isinstance(value, str):
+        return _span(value, value)
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        first, last = value
+        if type(first) is int and type(last) is int:
+            return (first, last)
+    raise RecipeError(f"{spelled(value)}; write layers as first-last, such as 0-14, or [0, 14], or one number")
+
+
+def describe(error: Mapping[str, Any], homes: Mapping[str, str]) -> str:
+    """One pydantic error as `path: what is wrong; what would be right`. `homes` says which section a key belongs to."""
+    kind, context, value = error["type"], error.get("ctx", {}), error.get("input")
+    location = [*error["loc"], context["key"]] if kind == "unknown_key" else list(error["loc"])
+    where = dotted(location)
+    if kind == "unknown_key":
+        key, known = context["key"], context["known"]
+        if key in homes:
+            return f"{where}: unknown key here; {key} belongs to {homes[key]}"
+        if near := nearest(str(key), known):
+            return f"{where}: unknown key; did you mean {near}?"
+        return f"{where}: unknown key; known here: {', '.join(sorted(known))}"
+    if kind == "missing":
+        return f"{where}: missing; it has no default"
+    if kind == "value_error":
+        return f"{where}: {context['error']}" if where else str(context["error"])
+    if kind == "literal_error":
+        near = nearest(value, re.findall(r"'([^']*)'", context["expected"])) if isinstance(value, str) else None
+        guess = f"; did you mean {near}?" if near else ""
+        return f"{where}: {spelled(value)}, {context['expected']} is needed{guess}"
+    if kind == "too_short":
+        return f"{where}: is empty, at least one is needed"
+    if needed := NEEDED.get(kind):
+        return f"{where}: {spelled(value)}, {needed} is needed"
+    return f"{where}: {value!r} does not do: {error['msg'].replace('Input should', 'it must')}"
+
+
+NEEDED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+}
+
+
+def dotted(location: Iterable[object]) -> str:
+    """`strategy.pipelines[0].stages[1].tp` for its parts."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+
+
+def spelled(value: object) -> str:
+    """What a value is, in words: `"2" is text`."""
+    if value is None:
+        return "nothing is given"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} is a truth value"
+    if isinstance(value, str):
+        return f'"{value}" is text'
+    if isinstance(value, int):
+        return f"{value} is a whole number"
+    if isinstance(value, float):
+        return f"{value:g} is a fractional number" if isfinite(value) else f"{value} is not finite"
+    kind = "mapping" if isinstance(value, Mapping) else "list" if isinstance(value, (list, tuple)) else type(value).__name__
+    return f"{shorten(str(value), 60)} is a {kind}"
+
+
+def _parse(text: str, source: str, hint: str) -> object:
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except DuplicateKeyError as error:
+        key = re.search(r'duplicate key "([^"]*)"', str(error.problem))
+        raise RecipeError(f"{source}, {_line(error)}: key {key and key[1]!r} stands here twice") from error
+    except MarkedYAMLError as error:
+        began = f" ({error.context})" if error.context else ""
+        raise RecipeError(f"{source}, {_line(error)}: {error.problem}{began}; {hint}") from error
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{source} is not YAML: {error}") from error
+
+
+def _line(error: MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    return f"line {mark.line + 1}" if mark else "somewhere"
+
+
+def _child(here: object, key: str, override: str) -> object:
+    if isinstance(here, dict):
+        return here.get(key)
+    if isinstance(here, list):
+        return here[_position(here, key, override)]
+    raise RecipeError(f"override {override!r}: there is no {key!r} inside {here!r}, which has no parts")
+
+
+def _assign(here: object, key: str, below: object, override: str) -> None:
+    if isinstance(here, list):
+        here[_position(here, key, override)] = below
+    elif isinstance(here, dict):
+        here[key] = below
+    else:
+        raise RecipeError(f"override {override!r}: there is no {key!r} inside {here!r}, which has no parts")
+
+
+def _position(here: list[object], key: str, override: str) -> int:
+    if not key.isdigit() or int(key) >= len(here):
+        raise RecipeError(f"override {override!r}: {key!r} is no place in a list of {len(here)}; write 0 to {len(here) - 1}")
+    return int(key)
+
+
+def _span(text: str, whole: str) -> tuple[int, int]:
+    found = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", text)
+    if not found:
+        raise RecipeError(f'"{whole}" is no range; write one such as 0-3')
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise RecipeError(f'"{whole}" runs backwards; write {last}-{first}')
+    return first, last
+
+
+def _closeness(word: str, name: str) -> float:
+    parts, own = re.split(r"[_\W]+", word.lower()), name.split("_")
+    if set(own) <= set(parts):
+        return 0.9
+    letters = SequenceMatcher(None, word.lower(), name).ratio()
+    shuffled = SequenceMatcher(None, " ".join(sorted(parts)), " ".join(sorted(own))).ratio()
+    return max(letters, shuffled)

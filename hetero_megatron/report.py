@@ -1,0 +1,133 @@
+"""What a run shows: the strategy as a table, Megatron-format log lines, a progress bar, and a summary."""
+
+import math
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hetero_megatron.runtime.clock import KINDS
+from hetero_megatron.runtime.session import StepResult
+from hetero_megatron.strategy import Stage, Strategy
+
+
+def rank_text(ranks: tuple[int, ...]) -> str:
+    """`R0-3` for (0, 1, 2, 3), `R4` for (4,), otherwise the list."""
+    if len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"R{ranks[0]}-{ranks[-1]}"
+    return "R" + ",".join(map(str, ranks))
+
+
+def layer_text(stage: Stage, first: bool, last: bool) -> str:
+    """`L0-14`, with what else the stage holds when it has no layer."""
+    if stage.layers is None:
+        return "embedding" if first else "head" if last else "none"
+    lo, hi = stage.layers
+    return f"L{lo}" if lo == hi else f"L{lo}-{hi}"
+
+
+def strategy_table(strategy: Strategy) -> Table:
+    """The strategy as the paper's Table 9 prints one: a row per pipeline, a cell per tensor-parallel group."""
+    depth = max(len(p.stages) for p in strategy.pipelines)
+    table = Table(title="strategy", title_justify="left", show_lines=True)
+    table.add_column("micro-batches", no_wrap=True)
+    for number in range(depth):
+        table.add_column(f"stage {number}", justify="center")
+    for pipeline in strategy.pipelines:
+        stages = pipeline.stages
+        cells = [
+            f"{rank_text(stage.ranks)}\n{layer_text(stage, n == 0, n == len(stages) - 1)}\nTP{stage.tensor_parallel_size}"
+            for n, stage in enumerate(stages)
+        ]
+        head = f"{pipeline.micro_batches} x bs{pipeline.micro_batch_size}\n({len(stages)} stages)"
+        table.add_row(head, *cells, *[""] * (depth - len(stages)))
+    if strategy.idle_ranks:
+        table.caption = f"idle: {rank_text(strategy.idle_ranks)}"
+    return table
+
+
+def short_strategy(strategy: Strategy) -> str:
+    """One word for log lines: tensor-parallel degrees by stage, pipelines joined with '+', as `TP2>TP1+TP1`."""
+    return "+".join(">".join(f"TP{s.tensor_parallel_size}" for s in p.stages) for p in strategy.pipelines)
+
+
+def log_line(result: StepResult, train_iters: int, global_batch_size: int, skipped: int, strategy: str) -> str:
+    """One line in Megatron's format, with ` strategy | tokens/s | bubble ` appended."""
+    seconds = result.seconds["step"]
+    parts = [
+        f" iteration {result.iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {result.iteration * global_batch_size:12d}",
+        f"elapsed time per iteration (ms): {seconds * 1e3:.1f}",
+        f"learning rate: {result.lr:.6E}",
+        f"global batch size: {global_batch_size:5d}",
+        f"lm loss: {result.loss:.6E}",
+        f"grad norm: {result.grad_norm:.3f}",
+        f"number of skipped iterations: {skipped:3d}",
+        f"number of nan iterations: {int(not math.isfinite(result.grad_norm)):3d}",
+        f"strategy: {strategy}",
+        f"tokens/s: {result.valid_tokens / seconds:.0f}",
+        f"bubble: {100 * result.seconds['bubble'] / seconds:.1f}%",
+    ]
+    note = f"\n  step {result.iteration} made no update: {result.skipped}" if result.skipped else ""
+    return " | ".join(parts) + " |" + note
+
+
+class RunProgress:
+    """A progress bar that log lines scroll past; silent on ranks that do not lead, plain where there is no terminal."""
+
+    def __init__(self, train_iters: int, shown: bool) -> None:
+        self._console = Console(soft_wrap=True, highlight=False)
+        self._shown = shown
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("loss {task.fields[loss]}"))
+        self._bar = Progress(*columns, console=self._console, transient=True, disable=not (shown and self._console.is_terminal))
+        self._task = self._bar.add_task("training", total=train_iters, loss="-")
+
+    def __enter__(self) -> "RunProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def advance(self, result: StepResult) -> None:
+        """One step is done."""
+        self._bar.update(self._task, advance=1, loss=f"{result.loss:.4f}")
+
+    def log(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._shown:
+            self._console.print(text)
+
+
+class RunSummary:
+    """Figures of a whole run, for its end."""
+
+    def __init__(self, flops_per_token: int) -> None:
+        self.flops_per_token = flops_per_token
+        self.losses: list[float] = []
+        self.tokens = 0
+        self.seconds = dict.fromkeys((*KINDS, "step"), 0.0)
+
+    def add(self, result: StepResult) -> None:
+        """Count one step."""
+        if not result.skipped:
+            self.losses.append(result.loss)
+        self.tokens += result.valid_tokens
+        for kind in self.seconds:
+            self.seconds[kind] += result.seconds[kind]
+
+    def print(self, folder: Path) -> None:
+        """The summary as a table."""
+        table = Table(title="run", title_justify="left", show_header=False)
+        if self.losses:
+            table.add_row("loss, first and last step", f"{self.losses[0]:.4f}  {self.losses[-1]:.4f}")
+        step = self.seconds["step"] or 1.0
+        table.add_row("tokens/s (targets that count)", f"{self.tokens / step:.0f}")
+        table.add_row("model FLOP/s, all ranks", f"{self.flops_per_token * self.tokens / step:.3g}")
+        shares = "  ".join(f"{kind} {100 * self.seconds[kind] / step:.1f}%" for kind in KINDS)
+        table.add_row("time, average rank", f"{shares}  other {100 * max(0.0, 1 - sum(self.seconds[k] for k in KINDS) / step):.1f}%")
+        table.add_row("steps", f"{len(self.losses)} in {self.seconds['step']:.1f} s")
+        table.add_row("files", str(folder / "metrics.jsonl"))
+        Console().print(table)

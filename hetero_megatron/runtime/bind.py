@@ -1,0 +1,188 @@
+"""One rank's part of a Program made executable: shards, bound layers, generated code, stage boundaries (paper §6.2)."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hetero_megatron.graph.nodes import Kind, Node
+from hetero_megatron.graph.specialize import Chunk, ExecutableGraph
+from hetero_megatron.pipeline.action import Action, Batch
+from hetero_megatron.program import Program, split_groups
+from hetero_megatron.runtime.batch import MicroBatch
+from hetero_megatron.runtime.binding import Binding
+from hetero_megatron.runtime.boundary import Boundary
+from hetero_megatron.runtime.clock import Clock
+from hetero_megatron.runtime.exchange import Shape
+from hetero_megatron.runtime.stage import EdgeReduce, StageRun, bind_reshard, generate
+from hetero_megatron.runtime.state import State, lay_out
+from hetero_megatron.runtime.world import Groups, World
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass
+class _Port:
+    """A boundary Reshard on this rank: its two directions, and what is waiting to be sent or used."""
+
+    name: str
+    width: int
+    hsize: int
+    forward: Boundary | None
+    backward: Boundary | None
+    ready: dict[int, Tensor] = field(default_factory=dict)
+
+
+class BoundStage:
+    """Executes the actions of this rank's stage."""
+
+    def __init__(
+        self, program: Program, world: World, groups: Groups, modules: Mapping[str, nn.Module], dtype: torch.dtype, clock: Clock
+    ) -> None:
+        self.world, self.clock, self.dtype = world, clock, dtype
+        self._program, self._groups = program, groups
+        executable = program.executable(world.rank)
+        self.state = self._cut_parameters(executable, modules)
+        edges = self._bind_layers(executable, modules)
+        self._runs = [self._run(chunk, modules, edges) for chunk in executable.chunks]
+        self._inputs = [self._ports(executable, chunk.inputs) for chunk in executable.chunks]
+        self._outputs = [self._ports(executable, chunk.outputs) for chunk in executable.chunks]
+        self._sending: list[dist.Work] = []
+
+    def _cut_parameters(self, executable: ExecutableGraph, modules: Mapping[str, nn.Module]) -> State:
+        graph, plan = self._program.annotated.graph, self._program.plan
+        local = [
+            (post.name, graph.parameter_shape(post.name), plan[post.name], self._program.posts[post.name])
+            for post in executable.post
+        ]
+        state = State(lay_out(self.world.rank, local), self.dtype, self.world.device)
+        state.attach(modules)
+        return state
+
+    def _bind_layers(self, executable: ExecutableGraph, modules: Mapping[str, nn.Module]) -> dict[tuple[str, int], nn.Module]:
+        """Put communication into the Reshards and places into the layers; returns what stands on reduced edges."""
+        rank = self.world.rank
+        reshards = {reshard.name: reshard for reshard in executable.reshards}
+        for node in (node for chunk in executable.chunks for node in chunk.nodes if node.module):
+            module = modules[node.module]
+            if node.kind is Kind.RESHARD:
+                bound = reshards[node.name]
+                if bound.forward or bound.backward:
+                    module.exchange = bind_reshard(bound.forward, bound.backward, rank, self._groups)
+            else:
+                module.bind(self._binding(node))
+        return {
+            (edge.consumer, edge.operand): EdgeReduce(bind_reshard(None, edge.backward, rank, self._groups))
+            for edge in executable.edges
+        }
+
+    def _binding(self, node: Node) -> Binding:
+        bounds, shapes = {}, {}
+        for slot in self.state.slots:
+            module, name = slot.name.rsplit(".", 1)
+            if module == node.module:
+                bounds[name], shapes[name] = slot.bounds, slot.full_shape
+        reductions = {}
+        if node.signature is not None and node.signature.reduced:
+            (factor,) = node.signature.reduced
+            annotation = self._program.annotated.values[node.inputs[0]]
+            width = self._program.annotated.graph.size(node.inputs[0], 1)
+            shapes["logits"] = (annotation.hsize * len(annotation.ranks), width)  # any token count: only the width is read
+            bounds["logits"] = annotation.region(self.world.rank).bounds(shapes["logits"])
+            ranks = next((group for group in split_groups(annotation, 1) if self.world.rank in group), ())
+            if ranks:
+                reductions[factor] = _reducer(self._groups[ranks])
+        return Binding(node.name, bounds, shapes, reductions)
+
+    def _run(self, chunk: Chunk, modules: Mapping[str, nn.Module], edges: Mapping[tuple[str, int], nn.Module]) -> StageRun:
+        graph = self._program.annotated.graph
+        sources = tuple(graph.node(name).inputs[0] for name in chunk.outputs)
+        module, inputs = generate(chunk.nodes, chunk.inputs, sources, modules, edges)
+        return StageRun(module, inputs, ends=not chunk.outputs)
+
+    def _ports(self, executable: ExecutableGraph, names: Sequence[str]) -> list[_Port]:
+        reshards = {reshard.name: reshard for reshard in executable.reshards}
+        graph = self._program.annotated.graph
+        ports = []
+        for name in names:
+            reshard = reshards[name]
+            ports.append(
+                _Port(
+                    name,
+                    graph.size(name, 1),
+                    self._program.plan[name].hsize,
+                    Boundary(name, reshard.forward, self.world) if reshard.forward else None,
+                    Boundary(f"{name} (gradient)", reshard.backward, self.world) if reshard.backward else None,
+                )
+            )
+        return ports
+
+    def compute(self, action: Action, batches: Sequence[MicroBatch]) -> Tensor | None:
+        """Run F or B of one micro-batch; returns the loss sum after F on the last stage."""
+        at = time.perf_counter()
+        before = self.clock.seconds["communication"]
+        number, chunk = action.micro_batch, action.chunk
+        run, loss = self._runs[chunk], None
+        if action.kind == "F":
+            received = {port.name: port.ready.pop(number) for port in self._inputs[chunk]}
+            outputs = run.forward(number, batches[number], received)
+            if run.ends:
+                loss = outputs[0]
+            else:
+                for port, output in zip(self._outputs[chunk], outputs, strict=True):
+                    port.ready[number] = output
+        else:
+            gradients = run.backward(number, [port.ready.pop(number) for port in self._outputs[chunk]])
+            for port, gradient in zip(self._inputs[chunk], gradients, strict=True):
+                port.ready[number] = gradient
+        inside = self.clock.seconds["communication"] - before
+        self.clock.seconds["compute"] += time.perf_counter() - at - inside
+        return loss
+
+    def communicate(self, batch: Batch, batches: Sequence[MicroBatch]) -> None:
+        """Post a batch together and wait for its receives; sends go on behind the next computation."""
+        at = time.perf_counter()
+        sends: list[dist.P2POp] = []
+        receives: list[dist.P2POp] = []
+        landing: list[tuple[_Port, int, Callable[[], Tensor]]] = []
+        for item in batch.items:
+            forward = item.kind.endswith("F")
+            downstream = item.kind in ("SEND_F", "RECV_B")
+            for port in (self._outputs if downstream else self._inputs)[item.chunk]:
+                boundary = port.forward if forward else port.backward
+                assert boundary is not None, f"{port.name} moves between stages in both directions"
+                shape: Shape = (batches[item.micro_batch].segments.tokens * port.hsize, port.width)
+                tag = 2 * item.micro_batch + (0 if forward else 1)
+                if item.is_send:
+                    sends += boundary.send(port.ready.pop(item.micro_batch), shape, tag)
+                else:
+                    operations, finish = boundary.receive(shape, tag, self.dtype)
+                    receives += operations
+                    landing.append((port, item.micro_batch, finish))
+        if sends or receives:
+            work = dist.batch_isend_irecv(sends + receives)
+            self._sending += work[: len(sends)]
+            for handle in work[len(sends) :]:
+                handle.wait()
+        for port, number, finish in landing:
+            port.ready[number] = finish()
+        self.clock.add("bubble" if landing else "communication", at)
+
+    def drain(self) -> None:
+        """Wait until everything that was sent has left."""
+        at = time.perf_counter()
+        for handle in self._sending:
+            handle.wait()
+        self._sending.clear()
+        self.clock.add("communication", at)
+
+
+def _reducer(group: dist.ProcessGroup) -> Callable[[Tensor, str], Tensor]:
+    def reduce(tensor: Tensor, op: str) -> Tensor:
+        dist.all_reduce(tensor, _OPERATIONS[op], group=group)
+        return tensor
+
+    return reduce

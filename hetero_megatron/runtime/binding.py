@@ -1,0 +1,30 @@
+"""What a layer is told about its place in a strategy, once, before the first step."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hetero_megatron.annotation.region import Bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """The local part of one layer.
+
+    Attributes:
+        name: the layer's node name, for errors.
+        bounds: global integer [lo, hi) per dim of each parameter's local shard.
+        full_shapes: global shape of each parameter.
+        reductions: per split factor, the in-place all-reduce over the ranks that hold its other parts.
+    """
+
+    name: str
+    bounds: Mapping[str, Bounds]
+    full_shapes: Mapping[str, tuple[int, ...]]
+    reductions: Mapping[str, Callable[[Tensor, str], Tensor]] = field(default_factory=dict)
+
+    def all_reduce(self, factor: str, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce `tensor` in place over the ranks that share a split of `factor`; nothing where it is whole."""
+        reduce = self.reductions.get(factor)
+        return tensor if reduce is None else reduce(tensor, op)

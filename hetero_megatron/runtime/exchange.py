@@ -1,0 +1,286 @@
+"""Run a CommPlan on tensors: the executor of every Reshard (paper §5).
+
+An `Exchange` is compiled once per plan, rank and shapes: regions become slices, and steps of one kind and group
+over several tensors become one message. Sizes here are local unless a name says `full`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetero_megatron.annotation import Annotation, Region
+from hetero_megatron.annotation.region import Bounds
+from hetero_megatron.comm.steps import Collective, CommPlan, Copy, Stage, Transfer
+from hetero_megatron.runtime.world import Groups
+
+Shape = tuple[int, ...]
+Slices = tuple[slice, ...]
+Tensors = Sequence[Tensor]
+Operation = Callable[[Tensors, Tensors, Tensor | None], None]
+
+
+class Exchange:
+    """One CommPlan for one rank and fixed full shapes; several tensors with the same plan travel together."""
+
+    def __init__(self, plan: CommPlan, rank: int, groups: Groups, full_shapes: Sequence[Shape]) -> None:
+        self.plan = plan
+        self._stages: list[_CompiledStage] = []
+        before = plan.src
+        for stage in plan.stages:
+            self._stages.append(_compile(before, stage, rank, groups, full_shapes))
+            before = stage.after
+
+    def run(self, tensors: Tensors, flat: Tensor | None = None, outputs: Tensors | None = None) -> list[Tensor]:
+        """Exchange `tensors` (local shards by plan.src) and return the shards by plan.dst.
+
+        Sums are made in place in the inputs where the layout allows it. `flat` is the one buffer whose
+        consecutive views the tensors are, if there is one. `outputs` receive the last stage's result.
+        """
+        current = list(tensors)
+        for number, stage in enumerate(self._stages):
+            last = number == len(self._stages) - 1
+            if stage.in_place:
+                result = current
+            elif last and outputs is not None:
+                result = list(outputs)
+            else:
+                like = current[0] if current else None
+                result = [_empty(shape, like) for shape in stage.output_shapes]
+            for operation in stage.operations:
+                operation(current, result, flat if stage.in_place else None)
+            current = result
+            if not stage.in_place:
+                flat = None
+        if outputs is not None:
+            for made, wanted in zip(current, outputs, strict=True):
+                if made is not wanted:
+                    wanted.copy_(made)
+            return list(outputs)
+        return current
+
+
+@dataclass(frozen=True, slots=True)
+class _CompiledStage:
+    operations: tuple[Operation, ...]
+    output_shapes: tuple[Shape, ...]
+    in_place: bool
+
+
+def _empty(shape: Shape, like: Tensor | None) -> Tensor:
+    assert like is not None, "a rank that receives tensors also holds some to take dtype and device from"
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _compile(before: Annotation, stage: Stage, rank: int, groups: Groups, shapes: Sequence[Shape]) -> _CompiledStage:
+    """Regions to slices, for every tensor."""
+    inside = [_bounds(before, rank, shape) for shape in shapes]
+    outside = [_bounds(stage.after, rank, shape) for shape in shapes]
+    sums_only = all(isinstance(step, Collective) and step.kind == "all_reduce" for step in stage.steps)
+    in_place = stage.in_place or (sums_only and inside == outside)
+    operations: list[Operation] = []
+    moves: list[Copy | Transfer] = []
+    for step in stage.steps:
+        if isinstance(step, Collective):
+            if rank in step.ranks:
+                operations.append(_collective(step, rank, groups, shapes, inside, outside))
+        elif rank in _ends(step):
+            moves.append(step)
+    if moves:
+        operations.append(_moves(moves, rank, groups, shapes, inside, outside))
+    return _CompiledStage(tuple(operations), tuple(_size(bounds) for bounds in outside), in_place)
+
+
+def _ends(step: Copy | Transfer) -> tuple[int, ...]:
+    return (step.rank,) if isinstance(step, Copy) else (step.src, step.dst)
+
+
+def _bounds(annotation: Annotation, rank: int, shape: Shape) -> Bounds:
+    if annotation.subgroup_of(rank) is None:
+        return tuple((0, 0) for _ in shape)
+    return annotation.region(rank).bounds(shape)
+
+
+def _size(bounds: Bounds) -> Shape:
+    return tuple(hi - lo for lo, hi in bounds)
+
+
+def local_slices(region: Region, shape: Shape, shard: Bounds) -> Slices:
+    """Where `region` of a tensor of full `shape` lies inside the shard with global `shard` bounds."""
+    return tuple(slice(lo - at, hi - at) for (lo, hi), (at, _) in zip(region.bounds(shape), shard, strict=True))
+
+
+def _covers(slices: Slices, bounds: Bounds) -> bool:
+    return all(s.start == 0 and s.stop == hi - lo for s, (lo, hi) in zip(slices, bounds, strict=True))
+
+
+def pack(tensors: Tensors, slices: Sequence[Slices]) -> Tensor:
+    """The slices of the tensors, flat and one after the other; no copy when it is one contiguous tensor."""
+    parts = [tensor[part].reshape(-1) for tensor, part in zip(tensors, slices, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def unpack(buffer: Tensor, tensors: Tensors, slices: Sequence[Slices]) -> None:
+    """The inverse of `pack`."""
+    at = 0
+    for tensor, part in zip(tensors, slices, strict=True):
+        target = tensor[part]
+        target.copy_(buffer[at : at + target.numel()].view(target.shape))
+        at += target.numel()
+
+
+def _collective(
+    step: Collective, rank: int, groups: Groups, shapes: Sequence[Shape], inside: list[Bounds], outside: list[Bounds]
+) -> Operation:
+    group = groups[step.ranks]
+    if step.kind == "all_reduce":
+        reads = [local_slices(step.region, shape, shard) for shape, shard in zip(shapes, inside, strict=True)]
+        writes = [local_slices(step.region, shape, shard) for shape, shard in zip(shapes, outside, strict=True)]
+        whole = all(_covers(part, shard) for part, shard in zip(reads, inside, strict=True))
+        return _all_reduce(group, reads, writes, whole)
+    assert step.dim is not None, "reduce_scatter and all_gather have a dim"
+    # torch.distributed numbers a group's members by ascending rank, the plan in its own order.
+    members = sorted(step.ranks)
+    pieces = [step.piece(member) for member in members]
+    me = members.index(rank)
+    if step.kind == "reduce_scatter":
+        reads_by = [[local_slices(p, shape, shard) for shape, shard in zip(shapes, inside, strict=True)] for p in pieces]
+        writes = [local_slices(pieces[me], shape, shard) for shape, shard in zip(shapes, outside, strict=True)]
+        return _reduce_scatter(group, reads_by, writes, _is_rows(reads_by, inside, writes, outside))
+    reads = [local_slices(pieces[me], shape, shard) for shape, shard in zip(shapes, inside, strict=True)]
+    writes_by = [[local_slices(p, shape, shard) for shape, shard in zip(shapes, outside, strict=True)] for p in pieces]
+    return _all_gather(group, reads, writes_by, me, _is_rows(writes_by, outside, reads, inside))
+
+
+def _all_reduce(group: dist.ProcessGroup, reads: list[Slices], writes: list[Slices], whole: bool) -> Operation:
+    def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
+        if whole and flat is not None:
+            dist.all_reduce(flat, group=group)
+        elif whole and len(inputs) == 1 and inputs[0] is outputs[0] and inputs[0].is_contiguous():
+            dist.all_reduce(inputs[0], group=group)
+        else:
+            buffer = pack(inputs, reads)
+            buffer = buffer.clone() if len(inputs) == 1 else buffer
+            dist.all_reduce(buffer, group=group)
+            unpack(buffer, outputs, writes)
+
+    return run
+
+
+def _count(slices: Sequence[Slices]) -> int:
+    total = 0
+    for part in slices:
+        size = 1
+        for span in part:
+            size *= span.stop - span.start
+        total += size
+    return total
+
+
+def _reduce_scatter(
+    group: dist.ProcessGroup, reads_by: list[list[Slices]], writes: list[Slices], rows: bool
+) -> Operation:
+    counts = [_count(reads) for reads in reads_by]
+    longest = max(counts)
+
+    def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
+        del flat
+        buffer = inputs[0].new_zeros(longest * len(counts))
+        for place, reads in enumerate(reads_by):
+            buffer[place * longest : place * longest + counts[place]] = pack(inputs, reads)
+        mine = buffer.new_empty(longest)
+        dist.reduce_scatter_tensor(mine, buffer, group=group)
+        unpack(mine, outputs, writes)
+
+    def run_rows(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
+        """Equal pieces of one contiguous tensor along dim 0: nothing to pack."""
+        if inputs[0].is_contiguous() and outputs[0].is_contiguous():
+            dist.reduce_scatter_tensor(outputs[0], inputs[0], group=group)
+        else:
+            run(inputs, outputs, flat)
+
+    return run_rows if rows else run
+
+
+def _all_gather(
+    group: dist.ProcessGroup, reads: list[Slices], writes_by: list[list[Slices]], me: int, rows: bool
+) -> Operation:
+    counts = [_count(writes) for writes in writes_by]
+    longest = max(counts)
+
+    def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
+        del flat
+        mine = inputs[0].new_zeros(longest)
+        mine[: counts[me]] = pack(inputs, reads)
+        buffer = mine.new_empty(longest * len(counts))
+        dist.all_gather_into_tensor(buffer, mine, group=group)
+        for place, writes in enumerate(writes_by):
+            unpack(buffer[place * longest : place * longest + counts[place]], outputs, writes)
+
+    def run_rows(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
+        """Equal pieces of one contiguous tensor along dim 0: nothing to unpack."""
+        if outputs[0].is_contiguous():
+            dist.all_gather_into_tensor(outputs[0], inputs[0].contiguous(), group=group)
+        else:
+            run(inputs, outputs, flat)
+
+    return run_rows if rows else run
+
+
+def _is_rows(pieces: list[list[Slices]], whole: list[Bounds], mine: list[Slices], shard: list[Bounds]) -> bool:
+    """Whether one tensor is just the pieces' rows, equally many each, and the other shard is just one piece."""
+    if len(whole) != 1 or not _covers(mine[0], shard[0]) or len({piece[0][0].stop - piece[0][0].start for piece in pieces}) > 1:
+        return False
+    sizes = [hi - lo for lo, hi in whole[0]]
+    at = 0
+    for piece in pieces:
+        rows, *rest = piece[0]
+        if rows.start != at or any((span.start, span.stop) != (0, size) for span, size in zip(rest, sizes[1:], strict=True)):
+            return False
+        at = rows.stop
+    return at == sizes[0]
+
+
+def _moves(
+    steps: Sequence[Copy | Transfer],
+    rank: int,
+    groups: Groups,
+    shapes: Sequence[Shape],
+    inside: list[Bounds],
+    outside: list[Bounds],
+) -> Operation:
+    """Copies and one message per peer, posted together."""
+    def reads(region: Region) -> list[Slices]:
+        return [local_slices(region, shape, shard) for shape, shard in zip(shapes, inside, strict=True)]
+
+    def writes(region: Region) -> list[Slices]:
+        return [local_slices(region, shape, shard) for shape, shard in zip(shapes, outside, strict=True)]
+
+    copies = [(reads(s.region), writes(s.region)) for s in steps if isinstance(s, Copy)]
+    transfers = [s for s in steps if isinstance(s, Transfer)]
+    sends = [(groups.world.index(s.dst), reads(s.region)) for s in transfers if s.src == rank]
+    receives = [(groups.world.index(s.src), writes(s.region)) for s in transfers if s.dst == rank]
+
+    def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
+        del flat
+        posted: list[dist.P2POp] = []
+        landed: list[tuple[Tensor, list[Slices]]] = []
+        for peer, slices in sends:
+            posted.append(dist.P2POp(dist.isend, pack(inputs, slices).contiguous(), peer))
+        for peer, slices in receives:
+            buffer = outputs[0].new_empty(_count(slices))
+            landed.append((buffer, slices))
+            posted.append(dist.P2POp(dist.irecv, buffer, peer))
+        work = dist.batch_isend_irecv(posted) if posted else []
+        for source, target in copies:
+            for tensor, result, read, write in zip(inputs, outputs, source, target, strict=True):
+                if tensor is not result:
+                    result[write].copy_(tensor[read])
+        for handle in work:
+            handle.wait()
+        for buffer, slices in landed:
+            unpack(buffer, outputs, slices)
+
+    return run

@@ -1,0 +1,114 @@
+"""Start ranks on this machine: forked from one process that has imported torch, joined over a file.
+
+A forked rank costs milliseconds, a spawned one seconds. Ranks run under SCHED_BATCH, without which gloo's
+event loop burns whole scheduler slices when cores are shared.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_megatron.errors import HeteroError
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where a process finds its peers: its index among them, their number, and the file they share."""
+
+    index: int
+    size: int
+    store_path: str
+
+
+def fork_ranks(count: int, main: Callable[[Rendezvous], None], timeout_s: float | None = None) -> int:
+    """Run `main` in `count` forked processes and return 0 when all of them succeed.
+
+    When one fails, the others get a few seconds to fail by themselves with their own message and are then
+    killed; none is left behind. The children end when this process ends.
+
+    Returns:
+        The exit code of the first process that failed (128 + signal when it was killed), 124 on time-out, else 0.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryDirectory(prefix="hetero-megatron-") as folder:
+        store = str(Path(folder) / "store")
+        pids = [_fork(Rendezvous(index, count, store), main) for index in range(count)]
+        try:
+            return _reap(pids, timeout_s)
+        finally:
+            _kill(pids)
+
+
+def _fork(rendezvous: Rendezvous, main: Callable[[Rendezvous], None]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        use_batch_scheduling()
+        main(rendezvous)
+        code = 0
+    except HeteroError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        print(f"rank process {rendezvous.index} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def use_batch_scheduling() -> None:
+    """Ask for SCHED_BATCH where the system has it; threads started later inherit it."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _reap(pids: Sequence[int], timeout_s: float | None) -> int:
+    """Wait for all; the first failure shortens the wait for the rest to a grace period."""
+    alive, code = set(pids), 0
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while alive:
+        for pid in list(alive):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if not done:
+                continue
+            alive.discard(pid)
+            ended = os.waitstatus_to_exitcode(status)
+            if ended and not code:
+                code = 128 - ended if ended < 0 else ended
+                grace = time.monotonic() + _GRACE_SECONDS
+                deadline = grace if deadline is None else min(deadline, grace)
+        if deadline is not None and time.monotonic() > deadline:
+            return code or 124
+        if alive:
+            time.sleep(0.002)
+    return code
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            done, _ = os.waitpid(pid, os.WNOHANG)
+            if not done:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)

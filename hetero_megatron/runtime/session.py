@@ -1,0 +1,169 @@
+"""The one owner of mutable things: processes, shards, optimizer, and the step (DESIGN §6).
+
+A Session turns a Program, which is pure, into work: it creates the groups, cuts the parameters, binds the
+Reshards and then runs the schedule's actions, one step after the other.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hetero_megatron.errors import RuntimeFailure
+from hetero_megatron.pipeline.action import Action
+from hetero_megatron.program import Program
+from hetero_megatron.runtime.agree import agree_on_micro_batches
+from hetero_megatron.runtime.batch import MicroBatch
+from hetero_megatron.runtime.bind import BoundStage
+from hetero_megatron.runtime.clock import KINDS, Clock
+from hetero_megatron.runtime.optimizer import OptimizerSettings, clip_factor, learning_rate, squared_norm, update
+from hetero_megatron.runtime.state import ParameterSlot, State
+from hetero_megatron.runtime.sync import GradientSync
+from hetero_megatron.runtime.world import Groups, World
+
+GradientHook = Callable[[ParameterSlot, Tensor, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did; losses and norms are those of the whole step over all pipelines, equal on every rank.
+
+    Attributes:
+        loss: mean over the valid targets, 0 when there are none.
+        grad_norm: global norm before clipping; nan or inf when a gradient was not finite.
+        skipped: why no update was made, or "".
+        seconds: wall time, and per rank average of `compute`, `communication` and `bubble` (waiting for a stage).
+    """
+
+    iteration: int
+    loss: float
+    grad_norm: float
+    lr: float
+    valid_tokens: int
+    skipped: str
+    seconds: Mapping[str, float]
+
+
+class Session:
+    """A running program on this rank."""
+
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        modules: Mapping[str, nn.Module],
+        initial: Callable[[ParameterSlot], Tensor],
+        settings: OptimizerSettings,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Collective over all ranks: create groups, cut parameters, bind Reshards.
+
+        `modules` are the model's leaves by node name; `initial` gives the initial value of a local shard.
+        """
+        self.program, self.world, self.settings, self.dtype = program, world, settings, dtype
+        self.groups = Groups(world, program.groups, program.control_groups)
+        self.clock = Clock()
+        self.stage = BoundStage(program, world, self.groups, modules, dtype, self.clock)
+        self.state: State = self.stage.state
+        self.state.initialise(initial)
+        self.sync = GradientSync(self.state, world, self.groups)
+        self.iteration = 0
+        self.skipped_iterations = 0
+        self.gradient_hook: GradientHook | None = None
+
+    def step(self, batches: Sequence[MicroBatch], skip_nonfinite: bool = True) -> StepResult:
+        """Run one step on this pipeline's micro-batches and update the weights.
+
+        Every rank of a pipeline passes the same micro-batches. The gradient is that of the sum of token losses
+        over all pipelines divided by all valid targets of the step, whatever the micro-batch counts.
+
+        Raises:
+            RuntimeFailure: ranks of a pipeline disagree on the micro-batches, a gradient is not finite and
+                `skip_nonfinite` is off, or a peer is gone.
+        """
+        began = time.perf_counter()
+        self.clock.reset()
+        agree_on_micro_batches(self.program, self.world, self.groups, batches)
+        self.state.zero_gradient()
+        loss_sum = self._run_schedule(batches)
+        at = time.perf_counter()
+        self.sync.run()
+        self.clock.add("communication", at)
+        return self._finish(loss_sum, self._valid_tokens(batches), began, skip_nonfinite)
+
+    def _run_schedule(self, batches: Sequence[MicroBatch]) -> Tensor:
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for item in self.program.actions(self.world.rank, len(batches)):
+            if isinstance(item, Action):
+                if (loss := self.stage.compute(item, batches)) is not None:
+                    loss_sum += loss
+            else:
+                self.stage.communicate(item, batches)
+        self.stage.drain()
+        # Every tensor-parallel rank of a last stage has the same loss; one of them reports it.
+        return loss_sum if self.program.reports_loss(self.world.rank) else torch.zeros_like(loss_sum)
+
+    def _valid_tokens(self, batches: Sequence[MicroBatch]) -> int:
+        return sum(b.valid_tokens for b in batches) if self.program.reports_loss(self.world.rank) else 0
+
+    def _finish(self, loss_sum: Tensor, valid: int, began: float, skip_nonfinite: bool) -> StepResult:
+        """Agree on the step's numbers, then update everywhere or nowhere."""
+        divisor = self._all_sum(torch.tensor([float(valid)], dtype=torch.float64, device=self.world.device))[0]
+        if self.gradient_hook is not None:
+            for slot in self.state.slots:
+                self.gradient_hook(slot, self.state.view(self.state.gradient, slot), divisor)
+        at = time.perf_counter()
+        self.clock.add("compute", at)
+        clock = [self.clock.seconds[kind] for kind in KINDS]
+        local = torch.stack([loss_sum, squared_norm(self.state)])
+        loss_total, squares, *shares = self._all_sum(torch.cat([local, local.new_tensor(clock)]))
+        norm = (squares**0.5) / divisor if divisor else 0.0
+        loss = loss_total / divisor if divisor else 0.0
+        self.iteration += 1
+        lr = learning_rate(self.settings, self.iteration)
+        skipped = ""
+        if not divisor:
+            skipped = "0 tokens: nothing to predict in this step"
+        elif not (torch.isfinite(torch.tensor(norm)) and torch.isfinite(torch.tensor(loss))):
+            skipped = self._blame()
+            if not skip_nonfinite:
+                raise RuntimeFailure(f"iteration {self.iteration}: {skipped}; no rank has updated its weights")
+        if skipped:
+            self.skipped_iterations += 1
+        else:
+            at = time.perf_counter()
+            update(self.state, self.settings, lr, divisor / clip_factor(norm, self.settings.clip_grad))
+            self.clock.add("compute", at)
+        seconds = {kind: s / len(self.world.ranks) for kind, s in zip(KINDS, shares, strict=True)}
+        seconds["step"] = time.perf_counter() - began
+        return StepResult(self.iteration, loss, norm, lr, int(divisor), skipped, seconds)
+
+    def _all_sum(self, values: Tensor) -> list[float]:
+        if len(self.world.ranks) > 1:
+            at = time.perf_counter()
+            dist.all_reduce(values)
+            self.clock.add("communication", at)
+        numbers: list[float] = values.tolist()
+        return numbers
+
+    def _blame(self) -> str:
+        """Which rank has a gradient that is not finite, and in which parameter; the same text on every rank."""
+        bad = next(
+            (s.name for s in self.state.slots if not torch.isfinite(self.state.view(self.state.gradient, s)).all()), None
+        )
+        found: list[str | None] = [None] * len(self.world.ranks)
+        if len(self.world.ranks) > 1:
+            dist.all_gather_object(found, bad, group=self.world.control)
+        else:
+            found = [bad]
+        names = [f"rank {rank} ({name})" for rank, name in zip(self.world.ranks, found, strict=True) if name]
+        return "gradient not finite on " + ", ".join(names) if names else "the loss is not finite"
+
+    def shards(self) -> dict[str, dict[str, Tensor]]:
+        """Local shards by parameter name: `parameter`, FP32 `master`, `gradient`, `exp_avg`, `exp_avg_sq`."""
+        flats = {"master": self.state.master, "gradient": self.state.gradient, "parameter": self.state.compute}
+        flats |= self.state.moments
+        return {s.name: {k: self.state.view(flat, s).clone() for k, flat in flats.items()} for s in self.state.slots}

@@ -1,0 +1,175 @@
+"""A chunk of the executable graph as generated code, and its forward and backward passes (paper §6.2, §6.3).
+
+A chunk is code-generated once: interpreting it node by node costs up to half as much again on small layers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hetero_megatron.annotation import Annotation
+from hetero_megatron.comm.steps import CommPlan
+from hetero_megatron.graph.nodes import Node
+from hetero_megatron.runtime.batch import MicroBatch
+from hetero_megatron.runtime.exchange import Exchange, Shape
+from hetero_megatron.runtime.world import Groups
+
+INPUTS: Mapping[str, Callable[[MicroBatch], Any]] = {
+    "tokens": lambda batch: batch.tokens_T,
+    "targets": lambda batch: batch.targets_T,
+    "segments": lambda batch: batch.segments,
+}
+
+
+class ShapedExchange:
+    """An activation Reshard that stays inside its group: one compiled Exchange per shape seen."""
+
+    def __init__(self, plan: CommPlan, rank: int, groups: Groups) -> None:
+        self.plan, self._rank, self._groups = plan, rank, groups
+        self._compiled: dict[Shape, Exchange] = {}
+
+    def __call__(self, shard: Tensor) -> Tensor:
+        shape = tuple(shard.shape)
+        exchange = self._compiled.get(shape)
+        if exchange is None:
+            exchange = Exchange(self.plan, self._rank, self._groups, [full_shape(self.plan.src, self._rank, shape)])
+            self._compiled[shape] = exchange
+        return exchange.run([shard])[0]
+
+
+def full_shape(annotation: Annotation, rank: int, shape: Shape) -> Shape:
+    """The full shape of an activation from a rank's local one; each pipeline counts its own tokens."""
+    sizes = list(shape)
+    for dim, lo, hi in annotation.region(rank).cuts:
+        sizes[dim] = int(sizes[dim] / (hi - lo))
+    return tuple(sizes)
+
+
+class _Reshard(torch.autograd.Function):
+    """Two plans, forward and gradient (None: nothing to do)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shard: Tensor, forward: ShapedExchange | None, backward: ShapedExchange | None
+    ) -> Tensor:
+        ctx.exchange = backward
+        if forward is None:
+            return shard.view_as(shard)
+        result = forward(shard)
+        if result is shard:
+            ctx.mark_dirty(shard)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        if ctx.exchange is not None:
+            gradient = ctx.exchange(gradient.contiguous())
+        return gradient, None, None
+
+
+def bind_reshard(
+    forward: CommPlan | None, backward: CommPlan | None, rank: int, groups: Groups
+) -> Callable[[Tensor], Tensor]:
+    """The function that a Reshard inside a group runs."""
+    ahead = ShapedExchange(forward, rank, groups) if forward else None
+    back = ShapedExchange(backward, rank, groups) if backward else None
+
+    def exchange(shard: Tensor) -> Tensor:
+        result: Tensor = _Reshard.apply(shard, ahead, back)
+        return result
+
+    return exchange
+
+
+class EdgeReduce(nn.Module):
+    """Identity whose gradient is summed: an activation edge with a Partial gradient (decision 2)."""
+
+    def __init__(self, exchange: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.exchange = exchange
+
+    def forward(self, shard: Tensor) -> Tensor:
+        return self.exchange(shard)
+
+
+def generate(
+    nodes: Sequence[Node],
+    received: Sequence[str],
+    sent: Sequence[str],
+    modules: Mapping[str, nn.Module],
+    edges: Mapping[tuple[str, int], nn.Module],
+) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    """The nodes as code: a module and the names of its inputs, `received` values first.
+
+    It returns the `sent` values, or the last node's (the loss) when nothing is sent.
+    """
+    graph = fx.Graph()
+    values: dict[str, fx.Node] = {}
+    inputs: list[str] = []
+
+    def placeholder(name: str) -> None:
+        inputs.append(name)
+        values[name] = graph.placeholder(name.replace(".", "_"))
+
+    for name in received:
+        placeholder(name)
+    for name in dict.fromkeys(name for node in nodes for name in node.arguments if name in INPUTS):
+        placeholder(name)
+    root: dict[str, nn.Module] = {}
+    for node in nodes:
+        arguments = []
+        for place, name in enumerate(node.arguments):
+            argument = values[name]
+            if edge := edges.get((node.name, place)):
+                target = f"edge_{node.name}_{place}".replace(".", "_").replace("#", "_")
+                root[target] = edge
+                argument = graph.call_module(target, (argument,))
+            arguments.append(argument)
+        if node.module:
+            root[node.module] = modules[node.module]
+            values[node.name] = graph.call_module(node.module, tuple(arguments))
+        else:
+            values[node.name] = graph.call_function(torch.add, tuple(arguments))
+    outputs = tuple(values[name] for name in sent) or (values[nodes[-1].name],)
+    graph.output(outputs)
+    return fx.GraphModule(root, graph), tuple(inputs)
+
+
+class StageRun:
+    """One chunk's passes over micro-batches; holds what a micro-batch needs between F and B."""
+
+    def __init__(self, module: fx.GraphModule, inputs: tuple[str, ...], ends: bool) -> None:
+        self.module, self.inputs, self.ends = module, inputs, ends
+        self._saved: dict[int, tuple[list[Tensor], tuple[Tensor, ...]]] = {}
+
+    def forward(self, number: int, batch: MicroBatch, received: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """F of micro-batch `number`: the values to send, or the loss sum on the last stage."""
+        arguments: list[Any] = []
+        leaves: list[Tensor] = []
+        for name in self.inputs:
+            if name in received:
+                leaf = received[name].requires_grad_()
+                leaves.append(leaf)
+                arguments.append(leaf)
+            else:
+                arguments.append(INPUTS[name](batch))
+        outputs: tuple[Tensor, ...] = self.module(*arguments)
+        self._saved[number] = (leaves, outputs)
+        return tuple(output.detach() for output in outputs)
+
+    def backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """B of micro-batch `number`: gradients of the received values. The loss is its own start."""
+        leaves, outputs = self._saved.pop(number)
+        if self.ends:
+            torch.autograd.backward(outputs)
+        else:
+            torch.autograd.backward(outputs, list(gradients))
+        return tuple(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of micro-batches between F and B."""
+        return len(self._saved)

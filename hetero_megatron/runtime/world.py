@@ -1,0 +1,109 @@
+"""The processes of a run and their groups: one process per rank, groups created once, in sorted order.
+
+Strategies number ranks as the cluster does; torch.distributed numbers processes from 0. `World` holds the map.
+"""
+
+import datetime
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hetero_megatron.errors import RuntimeFailure
+from hetero_megatron.runtime.launch import Rendezvous
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's rank among `ranks` (ascending), its device, and a gloo group for small host-side messages."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    device: torch.device
+    control: dist.ProcessGroup
+
+    @staticmethod
+    def join(
+        rendezvous: Rendezvous | None, ranks: Sequence[int], device: torch.device, timeout_s: float = 600.0
+    ) -> "World":
+        """Connect to the other processes: over the rendezvous file, or by the launcher's environment when None.
+
+        Raises:
+            RuntimeFailure: the launcher started another number of processes than the strategy has ranks.
+        """
+        # Connections are made at first use: with many ranks and many groups this is seconds saved.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = datetime.timedelta(seconds=timeout_s)
+        if rendezvous is None:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            store = dist.FileStore(rendezvous.store_path, rendezvous.size)
+            dist.init_process_group(
+                backend, store=store, rank=rendezvous.index, world_size=rendezvous.size, timeout=timeout
+            )
+        if dist.get_world_size() != len(ranks):
+            raise RuntimeFailure(
+                f"{dist.get_world_size()} processes were started, the strategy has {len(ranks)} ranks; start one per rank"
+            )
+        ordered = tuple(sorted(ranks))
+        group = dist.group.WORLD
+        assert group is not None, "init_process_group leaves a default group"
+        control = group if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        return World(ordered[dist.get_rank()], ordered, device, control)
+
+    def index(self, rank: int) -> int:
+        """The torch.distributed index of `rank`."""
+        return self.ranks.index(rank)
+
+    def leave(self) -> None:
+        """Close all connections."""
+        dist.destroy_process_group()
+
+
+class Groups:
+    """Process groups by ascending rank tuple; every process creates all of them in the same order."""
+
+    def __init__(self, world: World, needed: Iterable[Sequence[int]], control: Iterable[Sequence[int]] = ()) -> None:
+        self.world = world
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._control: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.add(needed)
+        if world.device.type == "cpu":
+            self.add(control)
+            self._control = self._groups
+        else:
+            for ranks in sorted({tuple(sorted(ranks)) for ranks in control if len(ranks) > 1}):
+                group = dist.new_group([world.index(rank) for rank in ranks], backend="gloo")
+                if isinstance(group, dist.ProcessGroup):
+                    self._control[ranks] = group
+
+    def add(self, needed: Iterable[Sequence[int]]) -> None:
+        """Create the missing groups; collective over all processes, which pass the same set."""
+        wanted = {tuple(sorted(ranks)) for ranks in needed if len(ranks) > 1}
+        for ranks in sorted(wanted - self._groups.keys()):
+            if ranks == self.world.ranks:
+                group = dist.group.WORLD
+            else:
+                group = dist.new_group([self.world.index(rank) for rank in ranks], group_desc=f"ranks {ranks}")
+            if isinstance(group, dist.ProcessGroup):
+                self._groups[ranks] = group
+
+    def __getitem__(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group of these ranks, in whatever order they are named."""
+        ranks = tuple(sorted(ranks))
+        if ranks not in self._groups:
+            raise RuntimeFailure(f"no process group was created for ranks {ranks}; known: {sorted(self._groups)}")
+        return self._groups[ranks]
+
+    def control(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group for host-side messages between `ranks`."""
+        return self._control[ranks]
+
+    @property
+    def created(self) -> tuple[tuple[int, ...], ...]:
+        """The rank tuples that have a group, sorted."""
+        return tuple(sorted(self._groups))

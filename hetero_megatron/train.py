@@ -1,0 +1,231 @@
+"""The trainer: from a recipe to a run on real processes (DESIGN §5, §6).
+
+`torchrun --nproc-per-node N -m hetero_megatron.train RECIPE` runs it under a launcher; `hetero-megatron pretrain`
+starts the local ranks itself.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from rich.console import Console
+
+from hetero_megatron.data.batch import pack
+from hetero_megatron.data.dispatch import MicroBatchRows, deal
+from hetero_megatron.data.rows import PackedRows
+from hetero_megatron.errors import HeteroError, StrategyError
+from hetero_megatron.graph.trace import trace
+from hetero_megatron.layers.initial import initial_value, initial_values
+from hetero_megatron.models.config import LlamaConfig, flops_per_token
+from hetero_megatron.models.llama import Llama
+from hetero_megatron.program import Program
+from hetero_megatron.recipe import Recipe, load_recipe
+from hetero_megatron.report import RunProgress, RunSummary, log_line, short_strategy, strategy_table
+from hetero_megatron.runtime.batch import MicroBatch
+from hetero_megatron.runtime.launch import Rendezvous, fork_ranks, use_batch_scheduling
+from hetero_megatron.runtime.optimizer import OptimizerSettings
+from hetero_megatron.runtime.session import Session, StepResult
+from hetero_megatron.runtime.state import ParameterSlot
+from hetero_megatron.runtime.world import World
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe that was checked and made ready; nothing has been started."""
+
+    recipe: Recipe
+    config: LlamaConfig
+    model: Llama
+    program: Program
+    rows: PackedRows
+    settings: OptimizerSettings
+    device: str
+
+    def dealt(self, rank: int) -> tuple[MicroBatchRows, ...]:
+        """Row offsets of each micro-batch of this rank's pipeline in every step."""
+        number, _ = self.program.pipeline_of(rank)
+        pipelines = self.program.strategy.pipelines
+        sizes = [(pipeline.micro_batches, pipeline.micro_batch_size) for pipeline in pipelines]
+        return deal(self.recipe.training.global_batch_size, sizes)[number]
+
+    def batches(self, rank: int, iteration: int, device: torch.device) -> list[MicroBatch]:
+        """This rank's micro-batches of step `iteration` (from 0); only its own pipeline's rows are read."""
+        number, _ = self.program.pipeline_of(rank)
+        first = iteration * self.recipe.training.global_batch_size
+        multiple = self.program.token_multiple(number)
+        return [
+            pack([piece for row in rows for piece in self.rows.row(first + row)], multiple, device)
+            for rows in self.dealt(rank)
+        ]
+
+
+def prepare(recipe: Recipe) -> Run:
+    """Everything that can be refused is refused here, before the first process.
+
+    Raises:
+        HeteroError: of the room that found the fault.
+    """
+    config, training = recipe.make_config(), recipe.training
+    model = Llama(config)
+    program = build_program(recipe, model)
+    rows = PackedRows(recipe.open_corpus(), training.seed, training.seq_length)
+    return Run(recipe, config, model, program, rows, _settings(recipe), _device_type(program))
+
+
+def build_program(recipe: Recipe, model: Llama) -> Program:
+    """The Program of a recipe's model and strategy on its cluster."""
+    return Program.build(trace(model), recipe.make_strategy(), model.config.facts, recipe.make_cluster())
+
+
+def _settings(recipe: Recipe) -> OptimizerSettings:
+    t = recipe.training
+    return OptimizerSettings(
+        name=t.optimizer,
+        lr=t.lr,
+        min_lr=t.min_lr,
+        lr_decay_style=t.lr_decay_style,
+        lr_warmup_iters=t.lr_warmup_iters,
+        train_iters=t.train_iters,
+        beta1=t.adam_beta1,
+        beta2=t.adam_beta2,
+        eps=t.adam_eps,
+        weight_decay=t.weight_decay,
+        clip_grad=t.clip_grad,
+    )
+
+
+def _device_type(program: Program) -> str:
+    """`cpu` for a CPU cluster; a cluster of GPUs needs GPUs on this machine.
+
+    Raises:
+        StrategyError: the recipe's cluster has GPUs and this machine has none.
+    """
+    kind = program.cluster.kind(program.strategy.ranks[0]).name
+    if kind == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise StrategyError(
+            f"cluster: the recipe is for {kind} devices and this machine has no GPU that torch can use; "
+            "`explain` and `switch` work without one, and a recipe without `cluster` runs on this machine's CPU"
+        )
+    return "cuda"
+
+
+def start_session(run: Run, world: World) -> Session:
+    """A Session with layout-independent initial values (DESIGN decision 5)."""
+    specs, seed = initial_values(run.model), run.recipe.training.seed
+
+    def initial(slot: ParameterSlot) -> torch.Tensor:
+        return initial_value(slot.name, specs[slot.name], slot.bounds, slot.full_shape, seed, device=world.device)
+
+    dtype = DTYPES[run.recipe.training.precision]
+    return Session(run.program, world, dict(run.model.named_modules()), initial, run.settings, dtype)
+
+
+def train_rank(run: Run, world: World) -> None:
+    """Train on this rank; the lowest rank writes the log and the metrics and prints the summary."""
+    training, strategy = run.recipe.training, short_strategy(run.program.strategy)
+    leads = world.rank == world.ranks[0]
+    session = start_session(run, world)
+    summary = RunSummary(flops_per_token(run.config, training.seq_length))
+    folder = Path(run.recipe.output.folder)
+    with _metrics(folder if leads else None) as metrics, RunProgress(training.train_iters, leads) as progress:
+        for iteration in range(training.train_iters):
+            batches = run.batches(world.rank, iteration, world.device)
+            result = session.step(batches, skip_nonfinite=training.nonfinite == "skip")
+            summary.add(result)
+            progress.advance(result)
+            if metrics is not None:
+                print(json.dumps(_metric(result)), file=metrics, flush=True)
+            if result.skipped or result.iteration == 1 or result.iteration % training.log_interval == 0:
+                sizes = (training.train_iters, training.global_batch_size, session.skipped_iterations)
+                progress.log(log_line(result, *sizes, strategy))
+    if leads:
+        summary.print(folder)
+
+
+@contextlib.contextmanager
+def _metrics(folder: Path | None) -> Iterator[TextIO | None]:
+    """`metrics.jsonl` in the run folder, or nothing on a rank that does not lead."""
+    if folder is None:
+        yield None
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
+        yield file
+
+
+def _metric(result: StepResult) -> dict[str, float | int | str]:
+    seconds = result.seconds["step"]
+    line: dict[str, float | int | str] = {
+        "iteration": result.iteration,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "valid_tokens": result.valid_tokens,
+        "step_seconds": seconds,
+        "tokens_per_second": result.valid_tokens / seconds,
+    }
+    return line | ({"skipped": result.skipped} if result.skipped else {})
+
+
+def pretrain(run: Run) -> int:
+    """Start the local ranks and train; returns the exit code, 0 when every rank succeeded."""
+    torch.set_num_threads(1)
+    Console().print(strategy_table(run.program.strategy))
+    ranks = run.program.strategy.ranks
+
+    def main(rendezvous: Rendezvous) -> None:
+        world = World.join(rendezvous, ranks, _device(run.device, rendezvous.index))
+        train_rank(run, world)
+        world.leave()
+
+    return fork_ranks(len(ranks), main)
+
+
+def pretrain_under_launcher(run: Run, local_index: int) -> None:
+    """Train as one process of a launcher such as torchrun, which started one process per rank."""
+    if run.device == "cpu":
+        torch.set_num_threads(1)
+        use_batch_scheduling()
+    world = World.join(None, run.program.strategy.ranks, _device(run.device, local_index))
+    if world.rank == world.ranks[0]:
+        Console().print(strategy_table(run.program.strategy))
+    train_rank(run, world)
+    world.leave()
+
+
+def _device(kind: str, index: int) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", index % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m hetero_megatron.train RECIPE [KEY=VALUE ...]`, alone or under torchrun."""
+    if not arguments:
+        print("usage: python -m hetero_megatron.train RECIPE [KEY=VALUE ...]", file=sys.stderr)
+        return 2
+    try:
+        run = prepare(load_recipe(arguments[0], arguments[1:]))
+        if "TORCHELASTIC_RUN_ID" in os.environ or "MASTER_ADDR" in os.environ:
+            pretrain_under_launcher(run, int(os.environ.get("LOCAL_RANK", "0")))
+            return 0
+        return pretrain(run)
+    except HeteroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""Causal attention inside each packed document, with grouped queries (paper §6.3, Table 6).
+
+Shape legend: `T` packed tokens, `C` = heads x head size, `H` heads, `K` head size, `L` tokens of one document;
+sizes are local, and how many query heads share a key/value head follows from the widths.
+"""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from hetero_megatron.errors import LayerError
+from hetero_megatron.graph.signature import Signature
+from hetero_megatron.layers.layer import Layer
+from hetero_megatron.layers.per_batch import PerBatch
+from hetero_megatron.runtime.batch import Segments
+
+
+class Attention(Layer):
+    """softmax(q k^T / sqrt(K)) v over the earlier tokens of the same document."""
+
+    signature: ClassVar[Signature] = Signature.parse(
+        "t (g r k), t (g k), t (g k); segments -> t (g r k)", indivisible=("k",), exact=("g", "r")
+    )
+
+    def __init__(self, head_dim: int, borders: PerBatch[Tensor]) -> None:
+        super().__init__()
+        self.head_dim, self.borders = head_dim, borders
+
+    def forward(self, q_TC: Tensor, k_TC: Tensor, v_TC: Tensor, segments: Segments) -> Tensor:
+        """[T, C] from q [T, C] and the narrower k and v.
+
+        Raises:
+            LayerError: tokens and segments disagree, or the widths are not whole heads that share evenly.
+        """
+        tokens, width = q_TC.shape
+        head_dim, kv_width = self.head_dim, k_TC.shape[1]
+        if tokens != segments.tokens:
+            raise LayerError(f"attention: {tokens} tokens, but segments end at {segments.tokens}")
+        if width % head_dim or kv_width % head_dim or width % kv_width:
+            raise LayerError(
+                f"attention: q of width {width} and k, v of width {kv_width} with head_dim {head_dim}: "
+                "whole query heads must share whole kv heads evenly"
+            )
+        q_THK = q_TC.view(tokens, width // head_dim, head_dim)
+        k_THK, v_THK = (x_TC.view(tokens, kv_width // head_dim, head_dim) for x_TC in (k_TC, v_TC))
+        if q_TC.is_cuda and q_TC.dtype in (torch.bfloat16, torch.float16):
+            borders = self.borders(segments, q_TC.device, torch.int32)
+            return _one_kernel(q_THK, k_THK, v_THK, segments, borders).view(tokens, width)
+        return _by_document(q_THK, k_THK, v_THK, segments)
+
+
+def document_borders() -> PerBatch[Tensor]:
+    """Ends of the non-empty documents as a device tensor, one object for all layers of a model."""
+    return PerBatch(lambda segments, device, dtype: torch.tensor(_borders(segments), dtype=dtype, device=device))
+
+
+def _borders(segments: Segments) -> list[int]:
+    return [0, *(end for start, end in _documents(segments))]
+
+
+def _documents(segments: Segments) -> list[tuple[int, int]]:
+    ends = segments.cu_seqlens
+    return [(start, end) for start, end in zip(ends, ends[1:], strict=False) if end > start]
+
+
+def _one_kernel(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, segments: Segments, borders: Tensor) -> Tensor:
+    """FlashAttention over all documents at once."""
+    if not segments.tokens:
+        return q_THK * 1.0
+    longest = max(end - start for start, end in _documents(segments))
+    grouped = q_THK.shape[1] != k_THK.shape[1]
+    result = varlen_attn(
+        q_THK, k_THK, v_THK, borders, borders, longest, longest, window_size=(-1, 0), enable_gqa=grouped
+    )
+    assert isinstance(result, Tensor), "varlen_attn returns a pair only when asked for more"
+    return result
+
+
+def _by_document(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, segments: Segments) -> Tensor:
+    """One call per document, or one for all when they have the same length; a block mask costs three times as much."""
+    tokens, width = q_THK.shape[0], q_THK.shape[1] * q_THK.shape[2]
+    lengths = [end - start for start, end in _documents(segments)]
+    if len(set(lengths)) <= 1:
+        return _causal(q_THK, k_THK, v_THK, max(1, len(lengths))).reshape(tokens, width)
+    # Split rather than slice: the gradient of a slice is a whole tensor of zeros per document.
+    parts = zip(q_THK.split(lengths), k_THK.split(lengths), v_THK.split(lengths), strict=True)
+    return torch.cat([_causal(q, k, v, 1).reshape(-1, width) for q, k, v in parts])
+
+
+def _causal(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, documents: int) -> Tensor:
+    """[documents, L, H, K] for consecutive documents of the same length."""
+    q, k, v = (x.unflatten(0, (documents, x.shape[0] // documents)).transpose(1, 2) for x in (q_THK, k_THK, v_THK))
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)

@@ -1,0 +1,85 @@
+"""Sizes of a Llama, and what follows from them: parameters and training FLOPs (paper Table 6)."""
+
+from dataclasses import dataclass, fields
+
+from hetero_megatron.errors import ModelError
+from hetero_megatron.strategy import ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """Sizes and constants of one Llama; nothing about how it is trained or sharded.
+
+    `head_dim` None means hidden_size / num_attention_heads. `num_query_groups` is the number of key/value heads.
+
+    Raises:
+        ModelError: a size that is not positive, or heads that do not divide.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    vocab_size: int
+    head_dim: int | None = None
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (value is None and field.name == "head_dim") and value <= 0:
+                raise ModelError(f"{field.name} is {value}; it must be positive")
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if heads % groups:
+            raise ModelError(f"{heads} attention heads cannot share {groups} kv heads: {groups} must divide {heads}")
+        if self.head_dim is None and self.hidden_size % heads:
+            raise ModelError(
+                f"hidden_size {self.hidden_size} is no multiple of {heads} attention heads; change one, or give head_dim"
+            )
+        if self.head_size % 2:
+            raise ModelError(f"head_dim is {self.head_size}; rotary embedding turns pairs of dims, so it must be even")
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head, given or derived."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_size(self) -> int:
+        """Width of q, all heads together."""
+        return self.num_attention_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """Width of k, and of v, all kv heads together."""
+        return self.num_query_groups * self.head_size
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What a strategy has to fit."""
+        return ModelFacts(
+            self.num_layers, self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size, self.vocab_size
+        )
+
+
+def _matrix_weights_per_layer(config: LlamaConfig) -> int:
+    attention = 2 * config.hidden_size * (config.query_size + config.kv_size)
+    return attention + 3 * config.hidden_size * config.ffn_hidden_size
+
+
+def count_parameters(config: LlamaConfig) -> int:
+    """All parameters: embedding, layers with two norms each, final norm, head (not tied to the embedding)."""
+    per_layer = _matrix_weights_per_layer(config) + 2 * config.hidden_size
+    return config.num_layers * per_layer + 2 * config.vocab_size * config.hidden_size + config.hidden_size
+
+
+def flops_per_token(config: LlamaConfig, seq_length: int) -> int:
+    """Training FLOPs per token, forward and backward: 6 per matrix weight, plus causal attention.
+
+    A token of a document of `seq_length` attends to half of it on average. The embedding is a lookup and costs none.
+    """
+    matrices = config.num_layers * _matrix_weights_per_layer(config) + config.vocab_size * config.hidden_size
+    return 6 * matrices + 6 * config.num_layers * config.query_size * seq_length
