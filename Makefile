@@ -18,6 +18,9 @@ endif
 
 ifdef PY
   PREFIX := $(shell $(PY) -c 'import sys; print(sys.prefix)')
+  ifeq ($(PREFIX),)
+    $(error $(PY) does not run; give another PYTHON, or leave the environment)
+  endif
   STAMP := .stamps/$(subst /,_,$(PREFIX))
 else
   PY := .venv/bin/python

@@ -1,4 +1,4 @@
-"""Packaging. The five top-level folders are part of the package through links: hetero_megatron/layers -> ../layers."""
+"""Packaging. Five top-level folders join the package through links: hetero_megatron/layers -> ../layers."""
 
 from pathlib import Path
 
@@ -17,11 +17,18 @@ setup(
     package_dir={"": "."},
     packages=find_packages(include=["hetero_megatron", "hetero_megatron.*"]),
     package_data={"hetero_megatron": ["py.typed"], "hetero_megatron.recipes": ["*.yaml", "paper/*.yaml"]},
-    install_requires=["torch>=2.10", "numpy>=1.26", "pydantic>=2.10", "ruamel.yaml>=0.18", "typer>=0.12", "rich>=13"],
+    install_requires=[
+        "torch>=2.10",
+        "numpy>=1.26",
+        "pydantic>=2.10",
+        "ruamel.yaml>=0.18",
+        "typer>=0.12",
+        "rich>=13",
+    ],
     extras_require={
         # For NVIDIA GPUs. apex is not among them: it is NVIDIA's and is built from its source repository
-        # (github.com/NVIDIA/apex). The package called apex on the Python package index is something else; it is
-        # never installed here.
+        # (github.com/NVIDIA/apex). The package called apex on the Python package index is something else; it
+        # is never installed here.
         "gpu": ["transformer-engine[pytorch]", "flash-attn"],
         "dev": ["ruff", "mypy", "pytest", "pytest-timeout", "hypothesis"],
     },

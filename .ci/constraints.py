@@ -1,7 +1,7 @@
 """Constraints for an environment that is not ours: its torch stays as it is, what it has is not pinned.
 
-Prints, for the interpreter that runs it, the lines of constraints.txt for packages that are missing here; torch is
-pinned to the version that is installed, so that pip refuses rather than replaces it.
+Prints, for the interpreter that runs it, the lines of constraints.txt for packages that are missing here;
+torch is pinned to the version that is installed, so that pip refuses rather than replaces it.
 """
 
 import sys

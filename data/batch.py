@@ -1,4 +1,4 @@
-"""From pieces to a micro-batch: concatenated, with one more segment where padding is needed (paper §6.3, A.2).
+"""From pieces to a micro-batch: concatenated, padded by a segment of its own (paper §6.3, A.2).
 
 Shape legend: `T` packed tokens of the micro-batch.
 """
@@ -25,8 +25,8 @@ def piece_of(document: Sequence[int], number: int = 0) -> Piece:
 def pack(pieces: Iterable[Piece], multiple: int = 1, device: torch.device | str = "cpu") -> MicroBatch:
     """One micro-batch out of the pieces of one or more rows; every piece is a segment with its own positions.
 
-    T is padded up to a multiple of `multiple` (tokens must divide over sequence-parallel ranks). The padding is a
-    segment of its own, with token id 0 and no target, so that no real token sees it and none of it counts.
+    T is padded up to a multiple of `multiple` (tokens must divide over sequence-parallel ranks). The padding
+    is a segment of its own, with token id 0 and no target: no real token sees it and none of it counts.
 
     Raises:
         DataError: there is no token, or `multiple` is not positive.

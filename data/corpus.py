@@ -35,7 +35,7 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """A corpus with one document per file. The order of the names is the numbering, so every rank agrees on it."""
+    """One document per file, numbered in the order of the names, on which every rank agrees."""
 
     root: str
     names: tuple[str, ...]
@@ -43,16 +43,18 @@ class Files:
 
     def __post_init__(self) -> None:
         if not self.names:
-            raise DataError(f"the corpus in {self.root} has no document: every file is missing, empty or excluded")
+            raise DataError(
+                f"the corpus in {self.root} has no document: every file is missing, empty or excluded"
+            )
 
     @staticmethod
     def standard_library() -> "Files":
-        """The source files of the running Python's standard library: thousands of real files of very mixed length."""
+        """The running Python's own source files: more than a thousand real files of very mixed length."""
         return Files.folder(sysconfig.get_path("stdlib"), suffixes=(".py",))
 
     @staticmethod
     def folder(root: str | Path, suffixes: tuple[str, ...] = ()) -> "Files":
-        """Every non-empty file below `root` whose name ends in one of `suffixes` (any file if there are none).
+        """Every non-empty file below `root` whose name ends in one of `suffixes` (if none are given, any).
 
         Hidden files and folders, installed packages and caches are left out.
 
@@ -102,8 +104,8 @@ class Files:
             raise DataError(f"document {index} ({path}) cannot be read: {error.strerror}") from error
         if len(content) != self.sizes[index]:
             raise DataError(
-                f"document {index} ({path}) has {len(content)} bytes, but had {self.sizes[index]} when the corpus "
-                "was opened; a corpus must not change during a run"
+                f"document {index} ({path}) has {len(content)} bytes, but had {self.sizes[index]} when the "
+                "corpus was opened; a corpus must not change during a run"
             )
         return content
 

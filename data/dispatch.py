@@ -1,4 +1,4 @@
-"""Which rows of a step each pipeline's micro-batches take, uneven counts included (paper §6.3, Tables 9-16)."""
+"""Which rows of a step each pipeline's micro-batches take, uneven counts too (paper Tables 9-16)."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ def deal(
 ) -> tuple[tuple[MicroBatchRows, ...], ...]:
     """Row offsets [0, global_batch_size) of one step, per pipeline and micro-batch, in contiguous runs.
 
-    `pipelines` holds (micro_batches, micro_batch_size) each. All micro-batches get equally many rows where their
-    limit allows; rows that are left over go to the first micro-batch of every pipeline, then to the second, and so
-    on, so that larger micro-batches come first and pipelines differ as little as possible.
+    `pipelines` holds (micro_batches, micro_batch_size) each. All micro-batches get equally many rows where
+    their limit allows; rows that are left over go to the first micro-batch of every pipeline, then to the
+    second, and so on: larger micro-batches come first, and pipelines differ as little as possible.
 
     Raises:
         DataError: the rows do not fit, or some micro-batch would be empty.
@@ -29,8 +29,8 @@ def deal(
         raise DataError(f"global_batch_size is {global_batch_size}; a step needs 1 row or more")
     if global_batch_size > room:
         raise DataError(
-            f"global_batch_size {global_batch_size} does not fit: the pipelines take at most {told} = {room} rows a "
-            f"step (micro_batches x micro_batch_size each)"
+            f"global_batch_size {global_batch_size} does not fit: the pipelines take at most {told} = {room} "
+            f"rows a step (micro_batches x micro_batch_size each)"
         )
     if global_batch_size < count:
         raise DataError(

@@ -1,7 +1,8 @@
 """Packed rows: fixed-length pieces of the endless token stream of all documents (paper §8, packing).
 
-Row r holds tokens [r*S, (r+1)*S) of the stream, so it depends on the corpus, the seed and S, and on nothing that a
-parallel strategy says: two strategies, or a run and its resumption, train on the same rows.
+Row r holds tokens [r*S, (r+1)*S) of the stream; sample k is a row, chosen by a shuffle of rows so that one
+step does not see one long document only. Both follow from the corpus, the seed and S, and from nothing that a
+parallel strategy says: two strategies, or a run and its resumption, train on the same samples.
 
 Shape legend: `T` tokens of a piece, `S` tokens of a row.
 """
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.data.corpus import Corpus
-from hetero_megatron.data.order import epoch_order
+from hetero_megatron.data.order import ROWS, epoch_order
 from hetero_megatron.data.tokenizer import ByteTokenizer
 from hetero_megatron.errors import DataError
 from hetero_megatron.runtime.batch import IGNORE
@@ -32,8 +33,8 @@ class Piece:
     def __post_init__(self) -> None:
         if self.tokens_T.shape != self.targets_T.shape or self.tokens_T.ndim != 1:
             raise DataError(
-                f"a piece of document {self.document} has tokens of shape {self.tokens_T.shape} and targets of shape "
-                f"{self.targets_T.shape}; both must be one row of equal length"
+                f"a piece of document {self.document} has tokens of shape {self.tokens_T.shape} and targets "
+                f"of shape {self.targets_T.shape}; both must be one row of equal length"
             )
 
     def __len__(self) -> int:
@@ -48,7 +49,9 @@ class PackedRows:
     border; a document's last token has no target.
     """
 
-    def __init__(self, corpus: Corpus, seed: int, seq_length: int, tokenizer: ByteTokenizer | None = None) -> None:
+    def __init__(
+        self, corpus: Corpus, seed: int, seq_length: int, tokenizer: ByteTokenizer | None = None
+    ) -> None:
         """Read the corpus's sizes, no document.
 
         Raises:
@@ -65,8 +68,25 @@ class PackedRows:
         lengths = [self.tokenizer.length(corpus.size(index)) for index in range(len(corpus))]
         self._lengths = np.array(lengths, dtype=np.int64)
         self.tokens_per_pass = int(self._lengths.sum())
+        self.rows_per_pass = max(1, self.tokens_per_pass // seq_length)
+        self._shuffle: tuple[int, NDArray[np.int64]] | None = None
         self._pass: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
         self._kept: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
+
+    def sample(self, number: int) -> tuple[Piece, ...]:
+        """The pieces of sample `number`, the global index that training counts.
+
+        Every `rows_per_pass` samples are as many consecutive rows in shuffled order, so each row comes once.
+
+        Raises:
+            DataError: the number is negative, or a document cannot be read.
+        """
+        if number < 0:
+            raise DataError(f"sample {number} does not exist; samples are counted from 0")
+        turn, place = divmod(number, self.rows_per_pass)
+        if self._shuffle is None or self._shuffle[0] != turn:
+            self._shuffle = (turn, epoch_order(self.rows_per_pass, self.seed, turn, ROWS))
+        return self.row(turn * self.rows_per_pass + int(self._shuffle[1][place]))
 
     def row(self, number: int) -> tuple[Piece, ...]:
         """The pieces of row `number`, in order; together they have `seq_length` tokens.

@@ -39,7 +39,8 @@ def _expanded(section: str) -> BeforeValidator:
     """Read a section's bare text as its most important key."""
     schema = str | dict[str, Any]
     return BeforeValidator(
-        lambda value: {SHORTHANDS[section]: value} if isinstance(value, str) else value, json_schema_input_type=schema
+        lambda value: {SHORTHANDS[section]: value} if isinstance(value, str) else value,
+        json_schema_input_type=schema,
     )
 
 
@@ -56,7 +57,9 @@ class Recipe(Section):
     """
 
     model: Annotated[ModelSection, _expanded("model")]  # type: ignore[valid-type]  # fields are LlamaConfig's
-    cluster: Annotated[dict[str, NodesSection], BeforeValidator(_known_kinds), Field(min_length=1)] | None = None
+    cluster: Annotated[dict[str, NodesSection], BeforeValidator(_known_kinds), Field(min_length=1)] | None = (
+        None
+    )
     strategy: StrategySection
     data: Annotated[DataSection, _expanded("data")] = DataSection()
     training: TrainingSection
@@ -98,7 +101,9 @@ class Recipe(Section):
         node = 0
         for kind, section in self.cluster.items():
             for _ in range(section.nodes):
-                devices += [Device(len(devices) + place, kind, node) for place in range(section.devices_per_node)]
+                devices += [
+                    Device(len(devices) + place, kind, node) for place in range(section.devices_per_node)
+                ]
                 node += 1
         return Cluster(tuple(devices), tuple(KINDS[kind] for kind in self.cluster))
 
@@ -110,7 +115,9 @@ class Recipe(Section):
             if section.pipelines is None
             else tuple(_pipeline(pipeline) for pipeline in section.pipelines)
         )
-        return Strategy(pipelines, section.zero, section.schedule, section.sequence_parallel, section.idle_ranks)
+        return Strategy(
+            pipelines, section.zero, section.schedule, section.sequence_parallel, section.idle_ranks
+        )
 
     def open_corpus(self) -> Files:
         """The documents.
@@ -131,14 +138,19 @@ class Recipe(Section):
         with _in_section("model"):
             config = self.make_config()
         if config.vocab_size < VOCAB_SIZE:
-            raise RecipeError(f"model.vocab_size: {config.vocab_size} is too small; byte tokens need {VOCAB_SIZE}")
+            raise RecipeError(
+                f"model.vocab_size: {config.vocab_size} is too small; byte tokens need {VOCAB_SIZE}"
+            )
         with _in_section("cluster"):
             cluster = self.make_cluster()
         with _in_section("strategy"):
             strategy = self.make_strategy()
             strategy.check(config.facts, cluster.ranks)
         with _in_section("training.global_batch_size"):
-            deal(self.training.global_batch_size, [(p.micro_batches, p.micro_batch_size) for p in strategy.pipelines])
+            deal(
+                self.training.global_batch_size,
+                [(p.micro_batches, p.micro_batch_size) for p in strategy.pipelines],
+            )
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -149,7 +161,9 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """
     value = read_yaml(Path(path))
     if not isinstance(value, dict):
-        raise RecipeError(f"recipe {path} is not a mapping; it needs the sections {', '.join(Recipe.model_fields)}")
+        raise RecipeError(
+            f"recipe {path} is not a mapping; it needs the sections {', '.join(Recipe.model_fields)}"
+        )
     try:
         recipe = Recipe.model_validate(apply_overrides(value, overrides, SHORTHANDS))
         recipe.check()
@@ -182,11 +196,13 @@ def _pipeline(section: PipelineSection) -> Pipeline:
 
 
 def _homogeneous(section: StrategySection, num_layers: int) -> tuple[Pipeline, ...]:
-    """`dp` equal pipelines of `pp` stages; ranks count through a stage, then a pipeline; first stages are larger."""
+    """`dp` equal pipelines of `pp` stages; ranks count through a stage, then through a pipeline."""
     dp, tp, pp, cp = (size or 1 for size in (section.dp, section.tp, section.pp, section.cp))
     if pp > num_layers:
         raise RecipeError(f"strategy.pp: {pp} stages for {num_layers} layers; each stage needs a layer")
-    ends = [sum(num_layers // pp + (stage < num_layers % pp) for stage in range(upto)) for upto in range(pp + 1)]
+    ends = [
+        sum(num_layers // pp + (stage < num_layers % pp) for stage in range(upto)) for upto in range(pp + 1)
+    ]
     pipelines: list[Pipeline] = []
     for replica in range(dp):
         stages = [

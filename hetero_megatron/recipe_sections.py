@@ -1,10 +1,18 @@
-"""The sections of a recipe, typed and strict: no unknown key, no text for a number (paper Tables 6 and 9-16)."""
+"""The sections of a recipe, typed and strict: no unknown key, no text for a number (paper Tables 6, 9-16)."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from hetero_megatron.errors import RecipeError
@@ -46,7 +54,9 @@ class Section(BaseModel):
 def _model_section() -> type[Section]:
     """`preset` and every field of LlamaConfig, all optional: what is given replaces the preset's value."""
     hints = get_type_hints(LlamaConfig)
-    fields: dict[str, Any] = {field.name: (hints[field.name], None) for field in dataclasses.fields(LlamaConfig)}
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], None) for field in dataclasses.fields(LlamaConfig)
+    }
     return create_model("ModelSection", __base__=Section, preset=(str | None, None), **fields)
 
 
@@ -61,7 +71,7 @@ class NodesSection(Section):
 
 
 class StageSection(Section):
-    """One stage: its ranks, its layers (none: only the embedding or the head), and how its ranks share the work."""
+    """One stage: its ranks, its layers (none: only embedding or head), how its ranks share the work."""
 
     ranks: Annotated[Ranks, Field(min_length=1)]
     layers: Layers = None
@@ -70,7 +80,7 @@ class StageSection(Section):
 
 
 class PipelineSection(Section):
-    """One pipeline: stages in order, and how many micro-batches of at most how many rows it takes each step."""
+    """One pipeline: stages in order, and how many micro-batches of how many rows it takes each step."""
 
     micro_batches: Annotated[int, Field(ge=0)]
     micro_batch_size: Count = 1
@@ -78,7 +88,7 @@ class PipelineSection(Section):
 
 
 class StrategySection(Section):
-    """Either `pipelines`, or the homogeneous shorthand dp, tp, pp with micro_batches and micro_batch_size of each."""
+    """Either `pipelines`, or dp, tp and pp with the micro_batches and micro_batch_size of each pipeline."""
 
     pipelines: Annotated[tuple[PipelineSection, ...], Field(strict=False, min_length=1)] | None = None
     dp: Count | None = None
@@ -99,7 +109,9 @@ class StrategySection(Section):
         if self.pipelines is not None and used:
             raise RecipeError(f"{used[0]} describes all pipelines alike; drop it, or drop pipelines")
         if self.pipelines is None and self.micro_batches is None:
-            raise RecipeError("write pipelines, or dp, tp and pp together with micro_batches and micro_batch_size")
+            raise RecipeError(
+                "write pipelines, or dp, tp and pp together with micro_batches and micro_batch_size"
+            )
         return self
 
 
@@ -151,7 +163,9 @@ class TrainingSection(Section):
     @model_validator(mode="after")
     def _consistent(self) -> "TrainingSection":
         if self.min_lr > self.lr:
-            raise RecipeError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; the rate falls from lr to min_lr")
+            raise RecipeError(
+                f"min_lr {self.min_lr:g} is above lr {self.lr:g}; the rate falls from lr to min_lr"
+            )
         return self
 
 

@@ -1,4 +1,4 @@
-"""From a recipe's text to plain values, and from a refusal to a sentence: strict YAML 1.2, overrides, suggestions."""
+"""A recipe's text as plain values, and a refusal as a sentence: strict YAML 1.2, overrides, near names."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -47,9 +47,9 @@ def read_yaml(path: Path) -> object:
 
 
 def apply_overrides(value: object, overrides: Iterable[str], shorthands: Mapping[str, str]) -> object:
-    """`value` changed in place by overrides such as `training.lr=1e-4` or `strategy.pipelines.0.micro_batches=3`.
+    """`value` changed in place by overrides such as `training.lr=1e-4` or `strategy.zero=1`.
 
-    `shorthands` says which key a section's bare text stands for, such as `model: llama_tiny` for `model.preset`.
+    `shorthands` says which key a section's bare text stands for: `model: llama_tiny` is `model.preset`.
 
     Raises:
         RecipeError: an override is no `path=value`, or its path leads through something that has no parts.
@@ -73,7 +73,7 @@ def apply_overrides(value: object, overrides: Iterable[str], shorthands: Mapping
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The name that `word` was probably meant to be, if any is close: by letters, in any order of its parts."""
+    """The name that `word` was probably meant to be, if any is close: by letters, parts in any order."""
     known = list(names)
     if ALIASES.get(word) in known:
         return ALIASES[word]
@@ -96,7 +96,9 @@ def number_list(value: object) -> tuple[int, ...]:
         for part in value.split(","):
             first, last = _span(part, value)
             if last - first >= LONGEST_LIST:
-                raise RecipeError(f"{value!r} lists {last - first + 1} numbers; at most {LONGEST_LIST} can be meant")
+                raise RecipeError(
+                    f"{value!r} lists {last - first + 1} numbers; at most {LONGEST_LIST} can be meant"
+                )
             numbers.extend(range(first, last + 1))
         return tuple(numbers)
     raise RecipeError(f"{spelled(value)}; write a number, a list such as [0, 1, 2], or a range such as 0-3")
@@ -118,11 +120,13 @@ def first_and_last(value: object) -> tuple[int, int] | None:
         first, last = value
         if type(first) is int and type(last) is int:
             return (first, last)
-    raise RecipeError(f"{spelled(value)}; write layers as first-last, such as 0-14, or [0, 14], or one number")
+    raise RecipeError(
+        f"{spelled(value)}; write layers as first-last, such as 0-14, or [0, 14], or one number"
+    )
 
 
 def describe(error: Mapping[str, Any], homes: Mapping[str, str]) -> str:
-    """One pydantic error as `path: what is wrong; what would be right`. `homes` says which section a key belongs to."""
+    """One pydantic error as `path: what is wrong; what is right`; `homes`: the section of each known key."""
     kind, context, value = error["type"], error.get("ctx", {}), error.get("input")
     location = [*error["loc"], context["key"]] if kind == "unknown_key" else list(error["loc"])
     where = dotted(location)
@@ -138,7 +142,9 @@ def describe(error: Mapping[str, Any], homes: Mapping[str, str]) -> str:
     if kind == "value_error":
         return f"{where}: {context['error']}" if where else str(context["error"])
     if kind == "literal_error":
-        near = nearest(value, re.findall(r"'([^']*)'", context["expected"])) if isinstance(value, str) else None
+        near = (
+            nearest(value, re.findall(r"'([^']*)'", context["expected"])) if isinstance(value, str) else None
+        )
         guess = f"; did you mean {near}?" if near else ""
         return f"{where}: {spelled(value)}, {context['expected']} is needed{guess}"
     if kind == "too_short":
@@ -179,7 +185,13 @@ def spelled(value: object) -> str:
         return f"{value} is a whole number"
     if isinstance(value, float):
         return f"{value:g} is a fractional number" if isfinite(value) else f"{value} is not finite"
-    kind = "mapping" if isinstance(value, Mapping) else "list" if isinstance(value, (list, tuple)) else type(value).__name__
+    kind = (
+        "mapping"
+        if isinstance(value, Mapping)
+        else "list"
+        if isinstance(value, (list, tuple))
+        else type(value).__name__
+    )
     return f"{shorten(str(value), 60)} is a {kind}"
 
 
@@ -220,7 +232,9 @@ def _assign(here: object, key: str, below: object, override: str) -> None:
 
 def _position(here: list[object], key: str, override: str) -> int:
     if not key.isdigit() or int(key) >= len(here):
-        raise RecipeError(f"override {override!r}: {key!r} is no place in a list of {len(here)}; write 0 to {len(here) - 1}")
+        raise RecipeError(
+            f"override {override!r}: {key!r} is no place in a list of {len(here)}; write 0 to {len(here) - 1}"
+        )
     return int(key)
 
 

@@ -1,9 +1,10 @@
 """Causal attention inside each packed document, with grouped queries (paper §6.3, Table 6).
 
-Shape legend: `T` packed tokens, `C` = heads x head size, `H` heads, `K` head size, `L` tokens of one document;
-sizes are local, and how many query heads share a key/value head follows from the widths.
+Shape legend: `T` packed tokens, `C` heads x head size, `H` heads, `K` head size, `L` tokens of a document.
+Sizes are local; how many query heads share a key/value head follows from the widths.
 """
 
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -54,16 +55,15 @@ class Attention(Layer):
 
 def document_borders() -> PerBatch[Tensor]:
     """Ends of the non-empty documents as a device tensor, one object for all layers of a model."""
-    return PerBatch(lambda segments, device, dtype: torch.tensor(_borders(segments), dtype=dtype, device=device))
 
+    def make(segments: Segments, device: torch.device, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([0, *(end for _, end in _documents(segments))], dtype=dtype, device=device)
 
-def _borders(segments: Segments) -> list[int]:
-    return [0, *(end for start, end in _documents(segments))]
+    return PerBatch(make)
 
 
 def _documents(segments: Segments) -> list[tuple[int, int]]:
-    ends = segments.cu_seqlens
-    return [(start, end) for start, end in zip(ends, ends[1:], strict=False) if end > start]
+    return [(start, end) for start, end in pairwise(segments.cu_seqlens) if end > start]
 
 
 def _one_kernel(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, segments: Segments, borders: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def _one_kernel(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, segments: Segments,
 
 
 def _by_document(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, segments: Segments) -> Tensor:
-    """One call per document, or one for all when they have the same length; a block mask costs three times as much."""
+    """One call per document, or one for all of the same length; a block mask costs three times as much."""
     tokens, width = q_THK.shape[0], q_THK.shape[1] * q_THK.shape[2]
     lengths = [end - start for start, end in _documents(segments)]
     if len(set(lengths)) <= 1:
@@ -92,6 +92,7 @@ def _by_document(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, segments: Segments
 
 def _causal(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, documents: int) -> Tensor:
     """[documents, L, H, K] for consecutive documents of the same length."""
-    q, k, v = (x.unflatten(0, (documents, x.shape[0] // documents)).transpose(1, 2) for x in (q_THK, k_THK, v_THK))
+    length = q_THK.shape[0] // documents
+    q, k, v = (x.view(documents, length, *x.shape[1:]).transpose(1, 2) for x in (q_THK, k_THK, v_THK))
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)

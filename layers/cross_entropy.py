@@ -40,16 +40,18 @@ class CrossEntropy(Layer):
         """Scalar loss sum, the same on all ranks that share the vocabulary.
 
         Raises:
-            LayerError: logits and targets of different length, a shard of another width, a target beyond the vocabulary.
+            LayerError: logits and targets differ in length, the shard is not as wide as bound, or a target is
+                beyond the vocabulary.
         """
         tokens, columns = logits_TV.shape
         if targets_T.shape != (tokens,):
-            raise LayerError(f"cross-entropy: logits of {tokens} tokens, targets of shape {tuple(targets_T.shape)}")
+            shape = tuple(targets_T.shape)
+            raise LayerError(f"cross-entropy: logits of {tokens} tokens, targets of shape {shape}")
         vocab_size = columns
         if self.binding:
             lo, hi = self.binding.bounds["logits"][-1]
             if hi - lo != columns:
-                raise LayerError(f"cross-entropy: {columns} logits per token, but this rank has ids [{lo}, {hi})")
+                raise LayerError(f"cross-entropy: {columns} logits per token, this rank has ids [{lo}, {hi})")
             vocab_size = self.binding.full_shapes["logits"][-1]
         check_ids("target id", targets_T, vocab_size)
         loss: Tensor = _CrossEntropySum.apply(logits_TV, targets_T, self._first_id, self._split)
@@ -60,18 +62,20 @@ class _CrossEntropySum(torch.autograd.Function):
     """Keeps one FP32 [T, V], the softmax, and makes the gradient inside it: one backward per forward."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, first_id: int, reduce: Reduce | None) -> Tensor:
+    def forward(
+        ctx: Any, logits_TV: Tensor, targets_T: Tensor, first_id: int, reduce: Reduce | None
+    ) -> Tensor:
         softmax_TV = torch.softmax(logits_TV, -1, dtype=torch.float32)
         largest_T = logits_TV.amax(-1).float()
-        # The largest probability is 1 / sum(exp(logit - largest)), so no second pass of exponentials is needed.
+        # The largest probability is 1 / sum(exp(logit - largest)): no second pass of exponentials is needed.
         total_T = softmax_TV.amax(-1).reciprocal_()
         ignored_T = targets_T == IGNORE
         column_T = targets_T - first_id
         absent_T = ignored_T
         if reduce is not None:
             absent_T = (column_T < 0).logical_or_(column_T >= logits_TV.shape[1]).logical_or_(ignored_T)
-        column_T1 = column_T.masked_fill_(absent_T, 0)[:, None]
-        logit_T = logits_TV.gather(1, column_T1)[:, 0].float()
+        column_T1 = column_T.masked_fill_(absent_T, 0).unsqueeze(1)
+        logit_T = logits_TV.gather(1, column_T1).squeeze(1).float()
         share_T = None
         if reduce is None:
             above_T = logit_T.sub_(largest_T)
@@ -86,15 +90,15 @@ class _CrossEntropySum(torch.autograd.Function):
         softmax_TV, column_T1, ignored_T, absent_T, share_T = ctx.saved_tensors
         weight_T = gradients[0].expand(ignored_T.shape).masked_fill(ignored_T, 0.0)
         scale_T = weight_T if share_T is None else weight_T * share_T
-        gradient_TV = softmax_TV.mul_(scale_T[:, None])
-        gradient_TV.scatter_add_(1, column_T1, weight_T.masked_fill(absent_T, 0.0).neg_()[:, None])
+        gradient_TV = softmax_TV.mul_(scale_T.unsqueeze(1))
+        gradient_TV.scatter_add_(1, column_T1, weight_T.masked_fill(absent_T, 0.0).neg_().unsqueeze(1))
         return gradient_TV.to(ctx.dtype), None, None, None
 
 
 def _across_ranks(
     logit_T: Tensor, largest_T: Tensor, total_T: Tensor, absent_T: Tensor, reduce: Reduce
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Target logit above the largest, sum of exponentials, and this rank's share of that sum: two all-reduces of [T]."""
+    """Target logit above the largest, sum of exponentials, this rank's share; two all-reduces of [T]."""
     over_all_T = reduce(largest_T.clone(), "max")
     mine_T = total_T * (largest_T - over_all_T).exp_()
     sums_2T = torch.stack(((logit_T - over_all_T).masked_fill_(absent_T, 0.0), mine_T))

@@ -1,8 +1,8 @@
-"""First values of parameters from name, seed and global index alone: no layout can change them (DESIGN decision 5).
+"""First values of parameters from seed, name and global index alone, so no layout changes them (paper §7).
 
-A 64-bit hash of the element's global index (splitmix64) gives two uniform numbers, and Box-Muller turns them into
-one normal number. Only additions, multiplications, divisions and square roots of FP32 are used, which IEEE 754
-rounds in one way; so a shard, a vector lane and a GPU give the same bits, which a library's log or cos does not promise.
+A 64-bit hash of the element's global index (splitmix64) gives two uniform numbers, and Box-Muller turns them
+into one normal number. Only sums, products, quotients and square roots of FP32 are used, which IEEE 754
+rounds in one way: a shard, a vector lane and a GPU give the same bits. A library's log does not promise that.
 """
 
 import hashlib
@@ -48,7 +48,8 @@ def initial_value(
     Raises:
         LayerError: bounds outside the shape, or an unknown kind of start.
     """
-    if len(bounds) != len(full_shape) or any(not 0 <= lo <= hi <= n for (lo, hi), n in zip(bounds, full_shape)):
+    inside = (0 <= lo <= hi <= size for (lo, hi), size in zip(bounds, full_shape, strict=False))
+    if len(bounds) != len(full_shape) or not all(inside):
         raise LayerError(f"{name}: bounds {bounds} lie outside the shape {full_shape}")
     local_shape = [hi - lo for lo, hi in bounds]
     if spec[0] == "ones":
@@ -59,7 +60,8 @@ def initial_value(
     key = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
     rows_at, columns = _rows(bounds, full_shape)
     flat = value.view(rows_at.numel(), len(columns))
-    for rows, cols in _chunks(*flat.shape, _CPU_CHUNK if value.device.type == "cpu" else _GPU_CHUNK):
+    chunk = _CPU_CHUNK if value.device.type == "cpu" else _GPU_CHUNK
+    for rows, cols in _chunks(rows_at.numel(), len(columns), chunk):
         at = torch.arange(columns[cols].start, columns[cols].stop, device=device)
         index = rows_at[rows].to(device)[:, None] + at
         flat[rows, cols] = _normal(_splitmix64(index, key)).mul_(spec[1])
@@ -121,7 +123,7 @@ def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 
 
 def _negative_log(x: Tensor) -> Tensor:
-    """-ln x for FP32 x in (0, 1]: exponent and mantissa apart, ln m = 2 artanh((m - 1) / (m + 1)) for m near 1."""
+    """-ln x for FP32 x in (0, 1]: exponent and mantissa m apart, ln m = 2 artanh((m - 1) / (m + 1))."""
     bits = x.view(torch.int32)
     # bits(1) - bits(sqrt(1/2)) more carries into the exponent just when the mantissa exceeds sqrt(2).
     exponent = torch.bitwise_right_shift(bits + (0x3F800000 - 0x3F3504F3), 23).sub_(127)

@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 class PerBatch(Generic[Value]):
-    """The value of the latest micro-batch, made again when other Segments, another device or dtype come by."""
+    """The value of the latest micro-batch, made again for other Segments, another device or dtype."""
 
     def __init__(self, make: Callable[[Segments, torch.device, torch.dtype], Value]) -> None:
         self._make = make

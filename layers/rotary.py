@@ -1,7 +1,7 @@
 """Rotary position embedding in the half layout of Hugging Face (paper Table 6).
 
 Dim i of a head turns together with dim i + K/2, by position * theta^(-2i/K).
-Shape legend: `T` packed tokens, `C` = heads x head size, `H` heads, `K` head size; sizes are local.
+Shape legend: `T` packed tokens, `C` = heads x head size, `H` heads, `K` head size, `J` half of it; sizes are local.
 """
 
 from typing import Any, ClassVar
@@ -19,9 +19,9 @@ Angles = tuple[Tensor, Tensor]
 
 
 def rotary_angles(head_dim: int, theta: float) -> PerBatch[Angles]:
-    """Cosine and sine per token, one object for all layers of a model: made in FP32, used in the activation's dtype.
+    """Cosine and sine per token, one object for all layers of a model.
 
-    The cosine is [T, 1, K], both halves; the sine [T, 1, K/2].
+    Made in FP32, used in the activation's dtype. The cosine is [T, 1, K], both halves; the sine [T, 1, K/2].
     """
     if head_dim % 2:
         raise LayerError(f"rotary embedding turns pairs of dims; head_dim {head_dim} is odd")
@@ -39,7 +39,9 @@ def rotary_angles(head_dim: int, theta: float) -> PerBatch[Angles]:
 class RotaryEmbedding(Layer):
     """Turns the heads of q or k by the position of each token in its document."""
 
-    signature: ClassVar[Signature] = Signature.parse("t (n k); segments -> t (n k)", indivisible=("k",), exact=("n",))
+    signature: ClassVar[Signature] = Signature.parse(
+        "t (n k); segments -> t (n k)", indivisible=("k",), exact=("n",)
+    )
 
     def __init__(self, head_dim: int, angles: PerBatch[Angles]) -> None:
         super().__init__()
@@ -53,7 +55,9 @@ class RotaryEmbedding(Layer):
         """
         tokens, width = x_TC.shape
         if tokens != segments.positions_T.numel():
-            raise LayerError(f"rotary embedding: {tokens} tokens, but segments have {segments.positions_T.numel()}")
+            raise LayerError(
+                f"rotary embedding: {tokens} tokens, but segments have {segments.positions_T.numel()}"
+            )
         if width % self.head_dim:
             raise LayerError(f"rotary embedding: width {width} is no multiple of head_dim {self.head_dim}")
         cos_T1K, sin_T1J = self.angles(segments, x_TC.device, x_TC.dtype)
@@ -64,9 +68,9 @@ class RotaryEmbedding(Layer):
 def _rotate(x_TC: Tensor, cos_T1K: Tensor, sin_T1J: Tensor, direction: int) -> Tensor:
     x_THK = x_TC.reshape(x_TC.shape[0], -1, cos_T1K.shape[-1])
     turned_THK = x_THK * cos_T1K
-    half = sin_T1J.shape[-1]
-    turned_THK[..., :half].addcmul_(x_THK[..., half:], sin_T1J, value=-direction)
-    turned_THK[..., half:].addcmul_(x_THK[..., :half], sin_T1J, value=direction)
+    (x_THJ, y_THJ), (turned_x_THJ, turned_y_THJ) = x_THK.chunk(2, -1), turned_THK.chunk(2, -1)
+    turned_x_THJ.addcmul_(y_THJ, sin_T1J, value=-direction)
+    turned_y_THJ.addcmul_(x_THJ, sin_T1J, value=direction)
     return turned_THK.view(x_TC.shape)
 
 
@@ -80,4 +84,5 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _rotate(gradients[0], *ctx.saved_tensors, -1), None, None
+        cos_T1K, sin_T1J = ctx.saved_tensors
+        return _rotate(gradients[0], cos_T1K, sin_T1J, -1), None, None

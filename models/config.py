@@ -10,7 +10,7 @@ from hetero_megatron.strategy import ModelFacts
 class LlamaConfig:
     """Sizes and constants of one Llama; nothing about how it is trained or sharded.
 
-    `head_dim` None means hidden_size / num_attention_heads. `num_query_groups` is the number of key/value heads.
+    `head_dim` None means hidden_size / num_attention_heads; `num_query_groups` counts key/value heads.
 
     Raises:
         ModelError: a size that is not positive, or heads that do not divide.
@@ -34,13 +34,18 @@ class LlamaConfig:
                 raise ModelError(f"{field.name} is {value}; it must be positive")
         heads, groups = self.num_attention_heads, self.num_query_groups
         if heads % groups:
-            raise ModelError(f"{heads} attention heads cannot share {groups} kv heads: {groups} must divide {heads}")
+            raise ModelError(
+                f"{heads} attention heads cannot share {groups} kv heads: {groups} must divide {heads}"
+            )
         if self.head_dim is None and self.hidden_size % heads:
             raise ModelError(
-                f"hidden_size {self.hidden_size} is no multiple of {heads} attention heads; change one, or give head_dim"
+                f"hidden_size {self.hidden_size} is no multiple of {heads} attention heads; "
+                "change one, or give head_dim"
             )
         if self.head_size % 2:
-            raise ModelError(f"head_dim is {self.head_size}; rotary embedding turns pairs of dims, so it must be even")
+            raise ModelError(
+                f"head_dim is {self.head_size}; rotary embedding turns pairs of dims, so it must be even"
+            )
 
     @property
     def head_size(self) -> int:
@@ -61,7 +66,11 @@ class LlamaConfig:
     def facts(self) -> ModelFacts:
         """What a strategy has to fit."""
         return ModelFacts(
-            self.num_layers, self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size, self.vocab_size
+            self.num_layers,
+            self.num_attention_heads,
+            self.num_query_groups,
+            self.ffn_hidden_size,
+            self.vocab_size,
         )
 
 
@@ -79,7 +88,7 @@ def count_parameters(config: LlamaConfig) -> int:
 def flops_per_token(config: LlamaConfig, seq_length: int) -> int:
     """Training FLOPs per token, forward and backward: 6 per matrix weight, plus causal attention.
 
-    A token of a document of `seq_length` attends to half of it on average. The embedding is a lookup and costs none.
+    A token of a document of `seq_length` attends to half of it on average. The embedding, a lookup, is free.
     """
     matrices = config.num_layers * _matrix_weights_per_layer(config) + config.vocab_size * config.hidden_size
     return 6 * matrices + 6 * config.num_layers * config.query_size * seq_length

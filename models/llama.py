@@ -1,4 +1,4 @@
-"""Llama as one would write it for one device; Reshards mark where a strategy may move activations (paper §4, Table 6).
+"""Llama as written for one device; Reshards mark where a strategy may move activations (paper §4, Table 6).
 
 Shape legend: `T` packed tokens of a micro-batch, `D` hidden, `C` heads x head size, `V` vocabulary.
 """
@@ -74,7 +74,7 @@ class TransformerLayer(nn.Module):
 class Llama(nn.Module):
     """The whole model, its parameters on the meta device until a Session or `materialize` gives them values.
 
-    Called with tokens [T], targets [T] (IGNORE where nothing is predicted) and Segments; returns the FP32 loss sum.
+    Called with tokens [T], targets [T] (IGNORE where nothing is predicted) and Segments; gives the loss sum.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -84,7 +84,9 @@ class Llama(nn.Module):
         with torch.device("meta"):
             self.embedding = Embedding(config.vocab_size, config.hidden_size, config.init_std)
             self.embedding_out = Reshard()
-            self.layers = nn.ModuleList(TransformerLayer(config, angles, borders) for _ in range(config.num_layers))
+            self.layers = nn.ModuleList(
+                TransformerLayer(config, angles, borders) for _ in range(config.num_layers)
+            )
             self.final_entry = Reshard()
             self.final_norm = RMSNorm(config.hidden_size, config.norm_eps)
             self.head_in = Reshard()

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FLOORS = (  # files of one pair of brackets are one room; rooms of one floor do not import each other
+FLOORS: tuple[
+    list[tuple[str, ...]], ...
+] = (  # files of one pair of brackets are one room; rooms of one floor do not import each other
     [("errors",)],
     [("cluster",), ("annotation",)],
     [("comm",)],
@@ -17,7 +19,7 @@ FLOORS = (  # files of one pair of brackets are one room; rooms of one floor do 
     [("layers",), ("data",)],
     [("models",)],
     [("planner",)],
-    [("recipe", "recipe_sections", "recipe_text", "recipes", "train", "cli")],
+    [("recipe", "recipe_sections", "recipe_text", "recipes", "report", "train", "cli", "__main__")],
 )
 ROOM = {name: (floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms for name in room}
 TOP = ("layers", "data", "models", "planner", "recipes")
@@ -57,7 +59,7 @@ def _imports(module: str, source: str, is_package: bool) -> list[tuple[int, str]
 
 
 def _files() -> list[tuple[str, Path]]:
-    """Module name and path of every file of the package, the five top-level folders under their import name."""
+    """Module name and path of every file; the five top-level folders under the name they are imported by."""
     package = ROOT / "hetero_megatron"
     found = []
     for base, entries in ((package, package.iterdir()), (ROOT, (ROOT / top for top in TOP))):

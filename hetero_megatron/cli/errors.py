@@ -14,7 +14,7 @@ REFUSED = 2
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Turn a HeteroError into a message and exit code 2; anything else is a defect and keeps its traceback."""
+    """A HeteroError becomes a message and exit code 2; anything else is a defect and keeps its traceback."""
     try:
         yield
     except HeteroError as error:

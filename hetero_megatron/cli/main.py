@@ -21,12 +21,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/quickstart.yaml.")]
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/quickstart.yaml.")
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as training.lr=1e-4.")
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="The same, as an option; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="The same, as an option; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -34,10 +37,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 @app.command()
 def pretrain(recipe: RecipeFile, overrides: Overrides = None, settings: Settings = None) -> None:
     """Train: start the local ranks (or join torchrun's) and write metrics into the run folder."""
-    from hetero_megatron import train
     from hetero_megatron.recipe import load_recipe
 
-    run = train.prepare(load_recipe(recipe, [*(overrides or ()), *(settings or ())]))
+    checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
+    from hetero_megatron import train
+
+    run = train.prepare(checked)
     if "LOCAL_RANK" in os.environ:
         train.pretrain_under_launcher(run, int(os.environ["LOCAL_RANK"]))
         return
@@ -53,36 +58,38 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show what a strategy means: pipelines, groups, and the communication of every Reshard."""
-    from hetero_megatron.cli import explain as command
     from hetero_megatron.recipe import load_recipe
 
-    command.run(load_recipe(recipe, [*(overrides or ()), *(settings or ())]), rank=rank, as_json=as_json)
+    checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
+    from hetero_megatron.cli import explain as command
+
+    command.run(checked, rank=rank, as_json=as_json)
 
 
 @app.command()
 def switch(
     before: Annotated[Path, typer.Argument(metavar="FROM", help="The recipe that runs now.")],
     after: Annotated[Path, typer.Argument(metavar="TO", help="The recipe that runs next.")],
-    lost: Annotated[str, typer.Option("--lost", metavar="RANKS", help="Ranks that died: 31, or 28-31,3.")] = "",
+    lost: Annotated[
+        str, typer.Option("--lost", metavar="RANKS", help="Ranks that died: 31, or 28-31,3.")
+    ] = "",
     bytes_per_parameter: Annotated[
         int, typer.Option(min=1, help="Parameter and optimizer state: 12 for FP32 with two Adam moments.")
     ] = 12,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A change of both recipes; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A change of both recipes; may be repeated."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what each rank would send to change from one strategy to another, without training."""
-    from hetero_megatron.cli import switch as command
     from hetero_megatron.recipe import load_recipe
 
-    command.run(
-        load_recipe(before, settings or ()),
-        load_recipe(after, settings or ()),
-        lost=_lost_ranks(lost),
-        bytes_per_parameter=bytes_per_parameter,
-        as_json=as_json,
-    )
+    recipes = [load_recipe(path, settings or ()) for path in (before, after)]
+    ranks = _lost_ranks(lost)
+    from hetero_megatron.cli import switch as command
+
+    command.run(*recipes, lost=ranks, bytes_per_parameter=bytes_per_parameter, as_json=as_json)
 
 
 def _lost_ranks(text: str) -> frozenset[int]:

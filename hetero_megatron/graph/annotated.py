@@ -21,10 +21,10 @@ class AnnotatedGraph:
 
     Attributes:
         values: by node name; opaque leaves have none.
-        gradients: by name of parameters and of what depends on them, as produced: a parameter's and a Reshard's may
+        gradients: of parameters and of what depends on them, as produced: a parameter's and a Reshard's may
             be Partial, an operator's never is.
         edge_gradients: by (consumer, operand) the Partial gradient that must be reduced on that edge.
-        states: by parameter, where its optimizer states live; the parameter's own annotation unless the plan says.
+        states: by parameter, where its optimizer states live; its own annotation unless the plan says.
     """
 
     graph: Graph
@@ -38,7 +38,7 @@ class AnnotatedGraph:
         return {}
 
     def resolve(self, src: Annotation, dst: Annotation, cluster: Cluster | None) -> CommPlan:
-        """`comm.resolve`, once per distinct pair of this graph; hashing a large cluster each time would cost more."""
+        """`comm.resolve`, once per distinct pair of this graph, without hashing a large cluster each time."""
         key = (id(cluster), src, dst)
         found = self._plans.get(key)
         if found is None:
@@ -58,7 +58,9 @@ class AnnotatedGraph:
 
     def post_plans(self, cluster: Cluster | None = None) -> dict[str, CommPlan]:
         """How every parameter's gradient reaches its optimizer states' layout, at the end of a step."""
-        return {name: self.resolve(self.gradients[name], state, cluster) for name, state in self.states.items()}
+        return {
+            name: self.resolve(self.gradients[name], state, cluster) for name, state in self.states.items()
+        }
 
     @cached_property
     def _cut_symbols(self) -> dict[tuple[Shape, Annotation], str]:
@@ -70,7 +72,7 @@ class AnnotatedGraph:
         return found
 
     def constraints(self, rank: int | None = None) -> tuple[Constraint, ...]:
-        """What the sizes that arrive with the data must satisfy: for the pipeline of one rank, or for all.
+        """What the sizes that arrive with the data must satisfy, for the values of one rank or for all.
 
         One value is named per symbol and divisor.
         """
@@ -116,6 +118,8 @@ def without_partial(annotation: Annotation) -> Annotation:
             else:
                 order.append((dim, parts))
         if sum(dim == DUPLICATE for dim, _ in order) > 1:
-            raise GraphError(f"states {subgroup} have Partial and Duplicate apart; list them next to each other")
+            raise GraphError(
+                f"states {subgroup} have Partial and Duplicate apart; list them next to each other"
+            )
         states.append(DistributedStates(tuple(order)))
     return annotation.replace(states, DUPLICATE if annotation.hdim == PARTIAL else annotation.hdim)

@@ -1,11 +1,12 @@
-"""Common device axes of several operands' states, and the factor that each operand cuts along each (paper §6.1).
+"""Common device axes of several operands' states, and the factor each operand cuts along each (paper §6.1).
 
-`{1: 4}` beside `{1: 2, -1: 2}` makes two axes of two devices: the first operand cuts dim 1 along both, the second
-along the slower one only. HDim is one more axis, slower than all others.
+`{1: 4}` beside `{1: 2, -1: 2}` makes two axes of two devices: the first operand cuts dim 1 along both, the
+second along the slower one only. HDim is one more axis, slower than all others.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd, prod
 
 from hetero_megatron.annotation import DUPLICATE, PARTIAL, DistributedStates
@@ -65,22 +66,29 @@ def line_up(signature: Signature, sizes: Mapping[str, int], orders: Sequence[Ord
 
 def _between(edges: set[int], orders: Sequence[Order]) -> tuple[int, ...]:
     cuts = sorted(edges)
-    for slow, fast in zip(cuts, cuts[1:], strict=False):
+    for slow, fast in pairwise(cuts):
         if fast % slow:
             layouts = " and ".join(str(DistributedStates(order)) for order in orders)
             raise GraphError(f"states {layouts} have no common axes: {slow} does not divide {fast}")
-    return tuple(fast // slow for slow, fast in zip(cuts, cuts[1:], strict=False))
+    return tuple(fast // slow for slow, fast in pairwise(cuts))
 
 
 def _factors(
-    dims: Dims, signature: Signature, sizes: Mapping[str, int], order: Order, axes: tuple[int, ...], operand: str
+    dims: Dims,
+    signature: Signature,
+    sizes: Mapping[str, int],
+    order: Order,
+    axes: tuple[int, ...],
+    operand: str,
 ) -> tuple[State, ...] | int:
-    """Along each axis the factor that this operand cuts; or a further edge, where an axis spans two factors."""
+    """Along each axis the factor that this operand cuts; or one more edge where an axis spans two factors."""
     states: list[State] = []
     at, edge = 0, 1
     for dim, parts in order:
         if dim >= len(dims):
-            raise GraphError(f"{operand} has {len(dims)} dims by rule {signature}, but its states cut dim {dim}")
+            raise GraphError(
+                f"{operand} has {len(dims)} dims by rule {signature}, but its states cut dim {dim}"
+            )
         left = list(dims[dim]) if dim >= 0 else []
         room = sizes.get(left[0]) if left else None
         end = edge * parts
@@ -93,14 +101,13 @@ def _factors(
                     left.pop(0)
                     room = sizes.get(left[0])
                 factor = left[0]
-                whole = _refusal(signature, sizes, dims[dim], factor, parts)
                 if factor in signature.indivisible:
-                    raise whole
-                if (room is not None) and (len(dims[dim]) > 1 or factor in signature.exact) and room % axis:
+                    raise _refusal(signature, sizes, dims[dim], parts)
+                if room is not None and (len(dims[dim]) > 1 or factor in signature.exact) and room % axis:
                     # An axis that runs past this factor's end is cut there; the rest goes to the next factor.
                     if len(left) > 1 and room > 1 and axis % room == 0:
                         return edge * room
-                    raise whole
+                    raise _refusal(signature, sizes, dims[dim], parts)
                 room = None if room is None else room // axis
                 states.append(factor)
             edge *= axis
@@ -109,22 +116,22 @@ def _factors(
 
 
 def _refusal(
-    signature: Signature, sizes: Mapping[str, int], factors: tuple[str, ...], factor: str, parts: int
+    signature: Signature, sizes: Mapping[str, int], factors: tuple[str, ...], parts: int
 ) -> GraphError:
     """`2 kv heads (num_query_groups) cannot be split over TP 4 ...`."""
-    may = [f for f in factors if f not in signature.indivisible]
-    if not may or (factor not in factors):
-        name = FACTOR_NAMES.get(factor, f"factor {factor!r}")
-        return GraphError(f"{name} cannot be split, but the states cut them into {parts}: rule {signature} keeps {factor!r} whole")
-    known = [sizes[f] for f in may if f in sizes]
-    count = str(prod(known)) if len(known) == len(may) else "the"
-    name = FACTOR_NAMES.get(may[0], f"of factor {may[0]!r}") if len(may) == 1 else "heads"
-    if len(known) == len(may):
-        fits = gcd(prod(known), parts)
-        advice = f"split them over {fits} and hold copies" if fits > 1 else f"{parts} must divide {count}"
-    else:
-        advice = "the size must divide by the parts"
-    return GraphError(f"{count} {name} cannot be split over TP {parts} (rule {signature}): {advice}")
+    may = [factor for factor in factors if factor not in signature.indivisible]
+    if not may:
+        name = FACTOR_NAMES.get(factors[-1], f"factor {factors[-1]!r}")
+        return GraphError(f"{name} must stay whole by rule {signature}, but the states cut them into {parts}")
+    name = "heads" if len(may) > 1 else FACTOR_NAMES.get(may[0], f"of factor {may[0]!r}")
+    known = [sizes[factor] for factor in may if factor in sizes]
+    if len(known) < len(may):
+        return GraphError(f"{name} of unknown size cannot be split over TP {parts} by rule {signature}")
+    fits = gcd(prod(known), parts)
+    advice = f"the parts must divide {prod(known)}"
+    if fits > 1:
+        advice = f"split them over {fits} and hold {parts // fits} copies"
+    return GraphError(f"{prod(known)} {name} cannot be split over TP {parts}: {advice}")
 
 
 def order_of(axes: tuple[int, ...], states: Sequence[State], dims: Dims) -> Order:
@@ -135,7 +142,9 @@ def order_of(axes: tuple[int, ...], states: Sequence[State], dims: Dims) -> Orde
     """
     order: list[tuple[int, int]] = []
     for parts, state in zip(axes, states, strict=True):
-        dim = state if isinstance(state, int) else next(p for p, factors in enumerate(dims) if state in factors)
+        dim = (
+            state if isinstance(state, int) else next(p for p, factors in enumerate(dims) if state in factors)
+        )
         if order and order[-1][0] == dim:
             order[-1] = (dim, order[-1][1] * parts)
         else:
@@ -144,5 +153,7 @@ def order_of(axes: tuple[int, ...], states: Sequence[State], dims: Dims) -> Orde
     for dim in listed:
         if listed.count(dim) > 1:
             name = {DUPLICATE: "Duplicate", PARTIAL: "Partial"}.get(dim, f"dim {dim}")
-            raise GraphError(f"the result is {name} along two separate axes of {tuple(order)}, which no states can say")
+            raise GraphError(
+                f"the result is {name} along two separate axes of {order}, which no states can say"
+            )
     return tuple(order)

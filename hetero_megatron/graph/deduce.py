@@ -14,7 +14,9 @@ __all__ = ["AnnotatedGraph", "deduce"]
 Edge = tuple[str, int]
 
 
-def deduce(graph: Graph, plan: Mapping[str, Annotation], sizes: Mapping[str, int] | None = None) -> AnnotatedGraph:
+def deduce(
+    graph: Graph, plan: Mapping[str, Annotation], sizes: Mapping[str, int] | None = None
+) -> AnnotatedGraph:
     """Annotate `graph`; `plan` names exactly its leaves and Reshards, and any `<parameter>@state`.
 
     `sizes` are the symbols that are already known; what they must divide by is checked at once.
@@ -56,18 +58,22 @@ def _checked(graph: Graph, plan: Mapping[str, Annotation]) -> dict[str, Annotati
     shapes |= {name + STATE: shapes[name] for name in graph.parameters}
     for name in wanted:
         if name not in plan:
-            raise GraphError(f"the annotation plan says nothing about {name!r}, a leaf or Reshard of the graph")
+            raise GraphError(
+                f"the annotation plan says nothing about {name!r}, a leaf or Reshard of the graph"
+            )
     one: dict[Annotation, Annotation] = {}
     found: dict[str, Annotation] = {}
     for name, annotation in plan.items():
         if name not in shapes:
             hint = suggest(name, tuple(shapes))
-            raise GraphError(f"the annotation plan names {name!r}, which is no leaf or Reshard of the graph{hint}")
-        annotation = found[name] = one.setdefault(annotation, annotation)
-        highest = max((dim for states in annotation.states for dim, _ in states.order), default=-1)
-        if max(highest, annotation.hdim) >= len(shapes[name]):
             raise GraphError(
-                f"{name} has {len(shapes[name])} dims, but its annotation {annotation} cuts dim {max(highest, annotation.hdim)}"
+                f"the annotation plan names {name!r}, which is no leaf or Reshard of the graph{hint}"
+            )
+        annotation = found[name] = one.setdefault(annotation, annotation)
+        highest = max((annotation.hdim, *(dim for states in annotation.states for dim, _ in states.order)))
+        if highest >= len(shapes[name]):
+            raise GraphError(
+                f"{name} has {len(shapes[name])} dims, but its annotation {annotation} cuts dim {highest}"
             )
     return found
 
@@ -80,7 +86,8 @@ def _derive(node: Node, signature: Signature, operands: tuple[Annotation, ...]) 
             f"operand {place} {name} is {annotation}"
             for place, (name, annotation) in enumerate(zip(node.inputs, operands, strict=True))
         )
-        raise GraphError(f"{node.name}: {error} (rule {signature}; {listed}; annotate the leaf or put a Reshard before it)") from None
+        advice = "annotate the leaf or put a Reshard before it"
+        raise GraphError(f"{node.name}: {error} (rule {signature}; {listed}; {advice})") from None
 
 
 def _gradients(
@@ -88,8 +95,8 @@ def _gradients(
 ) -> tuple[dict[str, Annotation], dict[Edge, Annotation]]:
     """Gradients by value, and the edges on which a Partial one must be reduced.
 
-    A Reshard or parameter takes a Partial gradient as it is, if all its consumers agree: its own communication
-    reduces it. Everything else, and every disagreement, is reduced on the edges concerned.
+    A Reshard or parameter takes a Partial gradient as it is, if all its consumers agree: its own
+    communication reduces it. Everything else, and every disagreement, is reduced on the edges concerned.
     """
     trained: set[str] = set()
     consumers: dict[str, list[tuple[Edge, Annotation]]] = {}
@@ -98,7 +105,11 @@ def _gradients(
             trained.add(node.name)
         for place, name in enumerate(node.inputs):
             if name in trained:
-                back = derived[node.name].gradients[place] if node.kind is Kind.COMPUTE else without_partial(values[name])
+                back = (
+                    derived[node.name].gradients[place]
+                    if node.kind is Kind.COMPUTE
+                    else without_partial(values[name])
+                )
                 consumers.setdefault(name, []).append(((node.name, place), back))
     gradients: dict[str, Annotation] = {}
     edges: dict[Edge, Annotation] = {}

@@ -1,4 +1,4 @@
-"""Annotations of an operator's output and of its operands' gradients, from its signature (paper §6.1, Figure 13)."""
+"""Annotations of an operator's output and its operands' gradients, from its signature (paper §6.1)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Derived:
 
 @dataclass(frozen=True, slots=True)
 class _Tier:
-    """One tier, or one subgroup: orders of output and gradients, and the parts that each factor is cut into."""
+    """One tier or one subgroup: orders of output and gradients, and the parts each factor is cut into."""
 
     output: Order
     gradients: tuple[Order, ...]
@@ -31,8 +31,8 @@ class _Tier:
 def derive(signature: Signature, sizes: Sizes, operands: Sequence[Annotation]) -> Derived:
     """Apply `signature` to annotated operands: the top tier first, then every subgroup on its own.
 
-    Along one axis of devices: operands that have the split factor must all be split on it, the others whole. An
-    output that has it is Split, else Partial; an operand that has it gets a Split gradient, else a Partial one.
+    Along one axis of devices: operands that have the split factor must all be split on it, the others whole.
+    An output that has it is Split, else Partial; an operand that has it gets a Split gradient, else Partial.
 
     Raises:
         GraphError: device groups differ, operands disagree, or Partial meets an operator that is not linear.
@@ -40,7 +40,9 @@ def derive(signature: Signature, sizes: Sizes, operands: Sequence[Annotation]) -
     first = operands[0]
     for place, other in enumerate(operands):
         if other.groups is not first.groups and other.groups != first.groups:
-            raise GraphError(f"operand {place} lives on other device groups than operand 0: a Reshard is missing before it")
+            raise GraphError(
+                f"operand {place} lives on other device groups than operand 0: a Reshard is missing before it"
+            )
     numbers = {factor: size for factor, size in sizes if isinstance(size, int)}
     hsize = first.hsize
     top = _Tier((), ((),) * len(operands), ())
@@ -56,7 +58,8 @@ def derive(signature: Signature, sizes: Sizes, operands: Sequence[Annotation]) -
             numbers[factor] //= parts
     left = tuple(numbers.items())
     tiers = [
-        _tier(signature, left, tuple(operand.states[subgroup].order for operand in operands)) for subgroup in range(hsize)
+        _tier(signature, left, tuple(operand.states[subgroup].order for operand in operands))
+        for subgroup in range(hsize)
     ]
 
     def union(hdim: int, orders: Sequence[Order]) -> Annotation:
@@ -65,7 +68,8 @@ def derive(signature: Signature, sizes: Sizes, operands: Sequence[Annotation]) -
     return Derived(
         union(_hdim(top.output), [tier.output for tier in tiers]),
         tuple(
-            union(_hdim(top.gradients[place]), [tier.gradients[place] for tier in tiers]) for place in range(len(operands))
+            union(_hdim(top.gradients[place]), [tier.gradients[place] for tier in tiers])
+            for place in range(len(operands))
         ),
     )
 
@@ -97,7 +101,9 @@ def _tier(signature: Signature, sizes: tuple[tuple[str, int], ...], orders: tupl
     _check_composite(signature, numbers, cut)
     return _Tier(
         order_of(axes.parts, output, signature.output),
-        tuple(order_of(axes.parts, states, signature.operands[place]) for place, states in enumerate(gradients)),
+        tuple(
+            order_of(axes.parts, states, signature.operands[place]) for place, states in enumerate(gradients)
+        ),
         tuple(cut.items()),
     )
 
@@ -117,8 +123,8 @@ def _axis(signature: Signature, states: tuple[State, ...], parts: int) -> tuple[
         if has[place] and state != factor:
             split = states.index(factor)
             raise GraphError(
-                f"operands disagree on factor {factor!r}: operand {split} is split into {parts}, operand {place} is whole; "
-                "split both or neither"
+                f"operands disagree on factor {factor!r}: operand {split} is split into {parts}, "
+                f"operand {place} is whole; split both or neither"
             )
     if factor in signature.reduced:
         return DUPLICATE, [factor if own else DUPLICATE for own in has]
@@ -129,17 +135,21 @@ def _axis(signature: Signature, states: tuple[State, ...], parts: int) -> tuple[
 def _partial(signature: Signature, states: tuple[State, ...]) -> tuple[State, Sequence[State]]:
     partial = [place for place, state in enumerate(states) if state == PARTIAL]
     if not signature.linear:
-        raise GraphError(f"operand {partial[0]} is Partial, and rule {signature} is not linear: reduce it first")
+        raise GraphError(
+            f"operand {partial[0]} is Partial, and rule {signature} is not linear: reduce it first"
+        )
     if signature.additive:
         if len(partial) < len(states):
             whole = next(place for place, state in enumerate(states) if state != PARTIAL)
             raise GraphError(
-                f"operand {partial[0]} of a sum is Partial, operand {whole} is not and would be added several times: "
-                "reduce the Partial one first"
+                f"operand {partial[0]} of a sum is Partial, operand {whole} is not and would be added "
+                "several times: reduce the Partial one first"
             )
         return PARTIAL, [DUPLICATE] * len(states)
     if len(partial) > 1 or any(state not in (PARTIAL, DUPLICATE) for state in states):
-        raise GraphError(f"operand {partial[0]} is Partial, so the others must be whole along those devices: reduce it first")
+        raise GraphError(
+            f"operand {partial[0]} is Partial, so the others must be whole along its devices: reduce it first"
+        )
     return PARTIAL, [DUPLICATE if state == PARTIAL else PARTIAL for state in states]
 
 
@@ -149,4 +159,6 @@ def _check_composite(signature: Signature, sizes: Mapping[str, int], cut: Mappin
         for place, factor in enumerate(factors):
             major = next((f for f in factors[:place] if sizes.get(f) != cut.get(f, 1)), None)
             if cut.get(factor, 1) > 1 and major is not None:
-                raise GraphError(f"output dim '({' '.join(factors)})' is cut on {factor!r} while {major!r} is not cut to single pieces")
+                raise GraphError(
+                    f"output dim '({' '.join(factors)})' is cut on {factor!r}, but {major!r} is not cut up"
+                )

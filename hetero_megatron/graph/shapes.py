@@ -8,7 +8,9 @@ from hetero_megatron.graph.signature import Signature
 from hetero_megatron.graph.symbols import Dim, Shape
 
 
-def infer_shape(signature: Signature, shapes: Sequence[Shape], given: Mapping[str, int]) -> tuple[Sizes, Shape]:
+def infer_shape(
+    signature: Signature, shapes: Sequence[Shape], given: Mapping[str, int]
+) -> tuple[Sizes, Shape]:
     """The factor sizes that follow from the operands' shapes and from `given`, and the output's shape.
 
     A composite dim gives its last unknown factor: `(g k)` of width 256 with k = 64 says g = 4.
@@ -22,15 +24,17 @@ def infer_shape(signature: Signature, shapes: Sequence[Shape], given: Mapping[st
         if len(dims) != len(shape):
             raise GraphError(f"operand {place} has {len(shape)} dims, rule {signature} wants {len(dims)}")
         for factors, size in zip(dims, shape, strict=True):
-            known = sizes if len(factors) == 1 else widths
-            key = factors[0] if len(factors) == 1 else factors
-            before = known.setdefault(key, size)  # type: ignore[index,call-overload]  # key fits its own table
+            before = widths.setdefault(factors, size)
+            if len(factors) == 1:
+                before = sizes.setdefault(factors[0], size)
             if before != size:
                 label = " ".join(factors)
                 raise GraphError(f"operands disagree on {label!r} of rule {signature}: {before} and {size}")
     for factors, width in sorted(widths.items(), key=lambda item: len(item[0])):
         _solve(signature, factors, width, sizes)
-    output = tuple(sizes[dim[0]] if len(dim) == 1 else _width(signature, dim, widths, sizes) for dim in signature.output)
+    output = tuple(
+        sizes[dim[0]] if len(dim) == 1 else _width(signature, dim, widths, sizes) for dim in signature.output
+    )
     return tuple(sorted(sizes.items())), output
 
 
@@ -50,7 +54,10 @@ def _solve(signature: Signature, factors: tuple[str, ...], width: Dim, sizes: di
 
 
 def _width(
-    signature: Signature, dim: tuple[str, ...], widths: Mapping[tuple[str, ...], Dim], sizes: Mapping[str, Dim]
+    signature: Signature,
+    dim: tuple[str, ...],
+    widths: Mapping[tuple[str, ...], Dim],
+    sizes: Mapping[str, Dim],
 ) -> Dim:
     if dim in widths:
         return widths[dim]
@@ -58,6 +65,8 @@ def _width(
     for factor in dim:
         size = sizes.get(factor)
         if not isinstance(size, int):
-            raise GraphError(f"rule {signature}: the size of factor {factor!r} is not known, so '({' '.join(dim)})' has none")
+            raise GraphError(
+                f"rule {signature}: factor {factor!r} has no known size, so '({' '.join(dim)})' has none"
+            )
         product *= size
     return product

@@ -59,7 +59,7 @@ class Signature:
         reduced: Iterable[str] = (),
         additive: bool = False,
     ) -> "Signature":
-        """Read `operands [; opaque arguments] -> output`; with `divisible`, every other factor is indivisible.
+        """Read `operands [; opaque arguments] -> output`; with `divisible`, others are indivisible.
 
         Raises:
             GraphError: the text cannot be read, or a factor is listed that it does not have.
@@ -77,7 +77,9 @@ class Signature:
         listed = {"divisible": may, "indivisible": never, "exact": tuple(exact), "reduced": tuple(reduced)}
         for keyword, factors in listed.items():
             if strange := set(factors) - known:
-                raise GraphError(f"signature {text!r}: {keyword} names {min(strange)!r}; its factors are {sorted(known)}")
+                raise GraphError(
+                    f"signature {text!r}: {keyword} names {min(strange)!r}; its factors are {sorted(known)}"
+                )
         if both := set(may) & set(never):
             raise GraphError(f"signature {text!r}: {min(both)!r} is both divisible and indivisible")
         return Signature(
@@ -91,6 +93,11 @@ class Signature:
             linear or additive,
             additive,
         )
+
+    @property
+    def factors(self) -> frozenset[str]:
+        """All factors of the operands."""
+        return frozenset(factor for dims in self.operands for dim in dims for factor in dim)
 
     def factor_dim(self, operand: int, factor: str) -> int | None:
         """The dim of an operand that contains `factor`, or None; operand -1 is the output."""
@@ -109,8 +116,12 @@ def addition(ndim: int) -> Signature:
 
 def _dims(part: str, text: str) -> Dims:
     if _DIM.sub("", part).strip():
-        raise GraphError(f"signature {text!r}: cannot read {part.strip()!r}; write dims as words, composite ones as '(g k)'")
-    dims = tuple(tuple(group.split()) if group or not plain else (plain,) for group, plain in _DIM.findall(part))
+        raise GraphError(
+            f"signature {text!r}: cannot read {part.strip()!r}; write dims as words, composites as '(g k)'"
+        )
+    dims = tuple(
+        tuple(group.split()) if group or not plain else (plain,) for group, plain in _DIM.findall(part)
+    )
     flat = [factor for dim in dims for factor in dim]
     for factor in flat:
         if flat.count(factor) > 1:

@@ -1,4 +1,4 @@
-"""One rank's executable graph: what it computes, and every Reshard bound to communication (paper §6.2, Figure 12)."""
+"""One rank's executable graph: its operators, and its Reshards bound to communication (paper §6.2)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class ExecutableGraph:
         post: per local parameter, its gradient to the layout of its states; named by parameter.
         reshards: the local Reshards in forward order, boundary ones included.
         edges: the local edges on which a Partial gradient is reduced.
-        constraints: what the token counts of this rank's pipeline must divide by.
+        constraints: what the token counts must divide by for the values that this rank holds.
     """
 
     rank: int
@@ -67,14 +67,16 @@ class ExecutableGraph:
 
 
 def reshard_plans(annotated: AnnotatedGraph, cluster: Cluster | None = None) -> tuple[BoundReshard, ...]:
-    """Every Reshard of the graph in forward order with its forward and gradient communication, all ranks together."""
+    """Every Reshard in forward order with its forward and gradient communication, all ranks together."""
     return tuple(_bind(annotated, name, cluster) for name in annotated.graph.reshards)
 
 
 def boundary_reshards(annotated: AnnotatedGraph, cluster: Cluster | None = None) -> tuple[CommPlan, ...]:
     """The forward communication that moves values from one group to another, in forward order."""
     plans = (bound.forward for bound in reshard_plans(annotated, cluster))
-    return tuple(plan for plan in plans if plan is not None and any(_crosses(plan, rank) for rank in plan.ranks))
+    return tuple(
+        plan for plan in plans if plan is not None and any(_crosses(plan, rank) for rank in plan.ranks)
+    )
 
 
 def specialize(annotated: AnnotatedGraph, rank: int, cluster: Cluster | None = None) -> ExecutableGraph:
@@ -85,15 +87,16 @@ def specialize(annotated: AnnotatedGraph, rank: int, cluster: Cluster | None = N
     """
     graph, values = annotated.graph, annotated.values
     local = {name for name, annotation in values.items() if annotation.subgroup_of(rank) is not None}
-    if not local:
-        raise GraphError(f"rank {rank} holds no part of the graph")
     here = [name for name in graph.reshards if name in local or graph.node(name).inputs[0] in local]
     reshards = {name: _bind(annotated, name, cluster) for name in here}
     pre, post = [], []
     for name, state in annotated.states.items():
         if name in local or state.subgroup_of(rank) is not None:
             pre.append(BoundReshard(name, _useful(annotated.resolve(state, values[name], cluster)), None))
-            post.append(BoundReshard(name, _useful(annotated.resolve(annotated.gradients[name], state, cluster)), None))
+            gradient = annotated.gradients[name]
+            post.append(BoundReshard(name, _useful(annotated.resolve(gradient, state, cluster)), None))
+    if not (local or pre):
+        raise GraphError(f"rank {rank} holds no part of the graph")
     return ExecutableGraph(
         rank,
         tuple(pre),
@@ -123,7 +126,7 @@ def _bind(annotated: AnnotatedGraph, name: str, cluster: Cluster | None) -> Boun
 
 
 def _crosses(plan: CommPlan, rank: int) -> bool:
-    """Whether `rank` takes part in `plan` as a stage of a pipeline that sends to, or receives from, another one.
+    """Whether `rank` takes part in `plan` as a pipeline stage that sends to, or receives from, another one.
 
     Its group must change, and not by collectives alone: those join ranks on one stage.
     """
@@ -167,8 +170,8 @@ def _check_passed(annotated: AnnotatedGraph, node: Node, at: int, depth: dict[st
     for name in node.inputs:
         if depth[name] != at and annotated.graph.node(name).kind is not Kind.LEAF:
             raise GraphError(
-                f"{node.name} is in chunk {at}, but its operand {name} is made in chunk {depth[name]} and does not pass "
-                "a Reshard on the way: put one between them"
+                f"{node.name} is in chunk {at}, but its operand {name} is made in chunk {depth[name]} and "
+                "does not pass a Reshard on the way: put one between them"
             )
 
 

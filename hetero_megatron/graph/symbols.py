@@ -9,7 +9,7 @@ from hetero_megatron.errors import GraphError
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A size that arrives with the data, or its `divisor`-th part; `T` is the tokens of one pipeline's micro-batch.
+    """A size that arrives with the data, or its `divisor`-th part; `T` is one pipeline's tokens.
 
     >>> str(Symbol("T").split(2))
     'T/2'
@@ -59,10 +59,14 @@ class Constraint:
         if size % self.divisor:
             cause = f": {self.where} is cut into {self.divisor} equal parts" if self.where else ""
             up = size + self.divisor - size % self.divisor
-            raise GraphError(f"{self.symbol} is {size}, which must divide by {self.divisor}{cause}; pad it to {up}")
+            raise GraphError(
+                f"{self.symbol} is {size}, but must divide by {self.divisor}{cause}; pad it to {up}"
+            )
 
 
-def constraints_of(name: str, shape: Shape, annotation: Annotation, subgroups: Iterable[int]) -> set[Constraint]:
+def constraints_of(
+    name: str, shape: Shape, annotation: Annotation, subgroups: Iterable[int]
+) -> set[Constraint]:
     """What the value `name` demands of its symbols in these subgroups.
 
     The top tier asks for nothing: every subgroup has its own tokens, so there `T` is another number.

@@ -21,9 +21,10 @@ _ADDITIONS = (add, iadd, torch.add)
 def trace(model: nn.Module) -> Graph:
     """The graph of `model.forward`, which may call leaf modules and write `+`, and nothing else.
 
-    A module with a `signature`, or with `is_reshard`, is a leaf and is not looked into. Nodes are named by module
-    path; the second call of one module gets '#1'. Arguments of forward are named without their shape suffix, whose
-    letters are their dims: `tokens_T` is the leaf `tokens` of shape (T).
+    A module with a `signature`, or with `is_reshard`, is a leaf and is not looked into. Nodes are named by
+    module path; the second call of one module gets '#1'. Arguments of forward are named without their shape
+    suffix, whose letters are their dims: `tokens_T` is the leaf `tokens` of shape (T). One
+    without a suffix is opaque.
 
     Raises:
         GraphError: forward does something else, or an operator does not fit its operands.
@@ -67,7 +68,9 @@ class _Builder:
                 output = self._names[node.args[0]]
             else:
                 what = getattr(node.target, "__name__", node.target)
-                raise GraphError(f"forward calls {what!r} (node {node.name}): make it a leaf module with a signature")
+                raise GraphError(
+                    f"forward calls {what!r} (node {node.name}): make it a leaf with a signature"
+                )
         return Graph(tuple(self._live(output)), output)
 
     def _placeholder(self, node: fx.Node) -> None:
@@ -87,29 +90,37 @@ class _Builder:
             if len(arguments) != 1:
                 raise GraphError(f"{name}: a Reshard takes one value, it is given {len(arguments)}")
             shape = self._nodes[arguments[0]].shape
-            self._put(node, Node(name, Kind.RESHARD, arguments, shape=shape, module=path, arguments=arguments))
+            self._put(
+                node, Node(name, Kind.RESHARD, arguments, shape=shape, module=path, arguments=arguments)
+            )
             return
         signature = module.signature
         if not isinstance(signature, Signature):
-            raise GraphError(f"{name}: {type(module).__name__}.signature is a {type(signature).__name__}, not a Signature")
-        parameters = tuple(self._parameter(path, key, tensor) for key, tensor in module.named_parameters(recurse=False))
+            found = type(signature).__name__
+            raise GraphError(
+                f"{name}: the signature of {type(module).__name__} is a {found}, not a Signature"
+            )
+        own = module.named_parameters(recurse=False)
+        parameters = tuple(self._parameter(path, key, tensor) for key, tensor in own)
         annotated = len(signature.operands) - len(parameters)
         if len(arguments) != annotated + len(signature.opaque):
             raise GraphError(
                 f"{name}: called with {len(arguments)} arguments and {len(parameters)} parameters, "
-                f"rule {signature} wants {len(signature.operands)} operands and {len(signature.opaque)} opaque arguments"
+                f"rule {signature} wants {len(signature.operands)} operands, {len(signature.opaque)} opaque"
             )
         for place, argument in enumerate(arguments):
             if (self._nodes[argument].role == "opaque") != (place >= annotated):
                 wanted = "annotated" if place < annotated else "opaque"
-                raise GraphError(f"{name}: argument {place} ({argument}) must be {wanted} by rule {signature}")
-        given = {f: int(getattr(module, a)) for f, a in SIZE_ATTRIBUTES.items() if self._asks(signature, f) and hasattr(module, a)}
+                raise GraphError(
+                    f"{name}: argument {place} ({argument}) must be {wanted} by rule {signature}"
+                )
+        given = {
+            factor: int(getattr(module, attribute))
+            for factor, attribute in SIZE_ATTRIBUTES.items()
+            if factor in signature.factors and hasattr(module, attribute)
+        }
         inputs = arguments[:annotated] + parameters
         self._compute(node, name, signature, inputs, arguments, given, module=path)
-
-    @staticmethod
-    def _asks(signature: Signature, factor: str) -> bool:
-        return any(signature.factor_dim(operand, factor) is not None for operand in range(len(signature.operands)))
 
     def _add(self, node: fx.Node) -> None:
         arguments = self._arguments(node.name, node)
@@ -133,12 +144,17 @@ class _Builder:
             sizes, shape = infer_shape(signature, shapes, given)
         except GraphError as error:
             raise GraphError(f"{name}: {error}") from None
-        self._put(node, Node(name, Kind.COMPUTE, inputs, signature, shape, None, sizes, module, arguments, function))
+        self._put(
+            node, Node(name, Kind.COMPUTE, inputs, signature, shape, None, sizes, module, arguments, function)
+        )
 
     def _arguments(self, name: str, node: fx.Node) -> tuple[str, ...]:
         passed: Iterable[Any] = node.args
         if node.kwargs or not all(isinstance(argument, fx.Node) for argument in passed):
-            raise GraphError(f"{name}: pass values of the graph, by position; found {node.args} and {dict(node.kwargs)}")
+            passed_by_name = dict(node.kwargs)
+            raise GraphError(
+                f"{name}: pass values of the graph, by position; found {node.args}, {passed_by_name}"
+            )
         return tuple(self._names[argument] for argument in passed)
 
     def _parameter(self, path: str, key: str, tensor: nn.Parameter) -> str:

@@ -46,16 +46,18 @@ class Boundaries:
         """The place that precedes each place."""
         return {after: before for before, after in self.pairs}
 
+    def input_of(self, stage: int, compute: Action) -> Place | None:
+        """The place whose output `compute` on `stage` needs, on whichever stage it is, or None."""
+        return (self.upstream if compute.kind == "F" else self.downstream).get((stage, compute.chunk))
+
     def receives_from(self, stage: int, compute: Action) -> Place | None:
         """The place whose output `compute` on `stage` needs over the wire, or None."""
-        return self._other_stage(stage, compute, self.upstream if compute.kind == "F" else self.downstream)
+        place = self.input_of(stage, compute)
+        return None if place is None or place[0] == stage else place
 
     def sends_to(self, stage: int, compute: Action) -> Place | None:
         """The place that needs the output of `compute` on `stage` over the wire, or None."""
-        return self._other_stage(stage, compute, self.downstream if compute.kind == "F" else self.upstream)
-
-    def _other_stage(self, stage: int, compute: Action, table: dict[Place, Place]) -> Place | None:
-        place = table.get((stage, compute.chunk))
+        place = (self.downstream if compute.kind == "F" else self.upstream).get((stage, compute.chunk))
         return None if place is None or place[0] == stage else place
 
     def peer(self, stage: int, item: Action) -> tuple[int, Action] | None:

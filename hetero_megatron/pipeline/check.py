@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from hetero_megatron.errors import ScheduleError
 from hetero_megatron.pipeline.action import Action, Batch, receive_for, send_of
+from hetero_megatron.pipeline.boundary import Boundaries
 from hetero_megatron.pipeline.dry_run import dry_run
 from hetero_megatron.pipeline.lower import PipelineActions
 
@@ -32,6 +33,8 @@ def check(pipelines: Sequence[PipelineActions]) -> None:
 
 def check_compute(name: str, actions: PipelineActions) -> None:
     """Every micro-batch has one F and then one B in every place; all places run the same micro-batches."""
+    if not actions.stages:
+        raise ScheduleError(f"{name} has no stage; at least 1 is needed")
     places = {(stage, 0) for stage in range(len(actions.stages))}
     places |= {place for pair in actions.boundaries.pairs for place in pair}
     places |= {(stage, action.chunk) for stage, tasks in enumerate(actions.compute) for action in tasks}
@@ -86,47 +89,49 @@ def _check_place(here: str, tasks: Sequence[Action]) -> set[int]:
 
 
 def check_messages(name: str, actions: PipelineActions) -> None:
-    """Every input over a boundary is received before it is used, every output sent after it is made, once."""
+    """Every input is there before it is used, every output is sent after it is made, each once."""
     for stage, steps in enumerate(actions.stages):
         here = f"{name} stage {stage}"
-        posted: set[Action] = set()
-        computed: set[Action] = set()
+        done: set[Action] = set()
         tasks = frozenset(actions.compute[stage])
         for step in steps:
-            if isinstance(step, Batch):
-                for item in step.items:
-                    if actions.boundaries.peer(stage, item) is None:
-                        raise ScheduleError(f"{here} posts {item}, but there is no stage on the other side")
-                    if item in posted:
-                        raise ScheduleError(
-                            f"{here} posts {item} twice; every message is sent and received once"
-                        )
-                    _check_task(here, item, tasks, computed)
-                    posted.add(item)
+            if isinstance(step, Action):
+                _check_input(here, stage, step, actions.boundaries, done)
+                done.add(step)
                 continue
-            source = actions.boundaries.receives_from(stage, step)
-            if source is not None and (received := receive_for(step)) not in posted:
+            for item in step.items:
+                if actions.boundaries.peer(stage, item) is None:
+                    raise ScheduleError(f"{here} posts {item}, but there is no stage on the other side")
+                if item in done:
+                    raise ScheduleError(f"{here} posts {item} twice; each message is sent and received once")
+                _check_task(here, item, tasks, done)
+                done.add(item)
+        for task in actions.compute[stage]:
+            target = actions.boundaries.sends_to(stage, task)
+            if target is not None and (sent := send_of(task)) not in done:
                 raise ScheduleError(
-                    f"{here} runs {step} without a {received} from stage {source[0]} before it"
-                )
-            computed.add(step)
-        for step in actions.compute[stage]:
-            target = actions.boundaries.sends_to(stage, step)
-            if target is not None and (sent := send_of(step)) not in posted:
-                raise ScheduleError(
-                    f"{here} runs {step} but never posts {sent}, for which stage {target[0]} waits"
+                    f"{here} runs {task} but never posts {sent}, for which stage {target[0]} waits"
                 )
 
 
-def _check_task(here: str, item: Action, tasks: frozenset[Action], computed: set[Action]) -> None:
-    """A send stands after its compute action, a receive before."""
+def _check_input(here: str, stage: int, task: Action, boundaries: Boundaries, done: set[Action]) -> None:
+    """The input of a compute action was received, or computed on the same stage."""
+    place = boundaries.input_of(stage, task)
+    if place is None:
+        return
+    if place[0] != stage and (received := receive_for(task)) not in done:
+        raise ScheduleError(f"{here} runs {task} without a {received} from stage {place[0]} before it")
+    if place[0] == stage and (made := Action(task.kind, task.micro_batch, place[1])) not in done:
+        raise ScheduleError(f"{here} runs {task} before {made}, whose output it needs")
+
+
+def _check_task(here: str, item: Action, tasks: frozenset[Action], done: set[Action]) -> None:
+    """Every message belongs to a compute action, and a send stands after it."""
     task = Action("F" if item.kind.endswith("F") else "B", item.micro_batch, item.chunk)
     if task not in tasks:
         raise ScheduleError(f"{here} posts {item}, but does not run {task}")
-    if item.is_send and task not in computed:
+    if item.is_send and task not in done:
         raise ScheduleError(f"{here} posts {item} before it runs {task}")
-    if not item.is_send and task in computed:
-        raise ScheduleError(f"{here} posts {item} after it ran {task}")
 
 
 def check_order(name: str, actions: PipelineActions) -> None:

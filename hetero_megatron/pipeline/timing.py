@@ -6,7 +6,6 @@ from math import isfinite
 
 from hetero_megatron.errors import ScheduleError
 from hetero_megatron.pipeline.action import Action, ComputeKind
-from hetero_megatron.pipeline.boundary import Place
 from hetero_megatron.pipeline.lower import PipelineActions
 
 Durations = Callable[[int, int, ComputeKind], float]
@@ -86,8 +85,7 @@ def _run(number: int, actions: PipelineActions, durations: Durations, comm_secon
     spans: list[list[Span]] = [[] for _ in compute]
 
     def needs(stage: int, action: Action) -> list[tuple[int, Action]]:
-        table = boundaries.upstream if action.kind == "F" else boundaries.downstream
-        place: Place | None = table.get((stage, action.chunk))
+        place = boundaries.input_of(stage, action)
         before = [] if place is None else [(place[0], Action(action.kind, action.micro_batch, place[1]))]
         own = [(stage, Action("F", action.micro_batch, action.chunk))] if action.kind == "B" else []
         return before + own

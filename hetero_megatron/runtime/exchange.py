@@ -22,6 +22,11 @@ Tensors = Sequence[Tensor]
 Operation = Callable[[Tensors, Tensors, Tensor | None], None]
 
 
+# torch 2.13 gave these two a new name and warns about the old one.
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Exchange:
     """One CommPlan for one rank and fixed full shapes; several tensors with the same plan travel together."""
 
@@ -191,13 +196,13 @@ def _reduce_scatter(
         for place, reads in enumerate(reads_by):
             buffer[place * longest : place * longest + counts[place]] = pack(inputs, reads)
         mine = buffer.new_empty(longest)
-        dist.reduce_scatter_tensor(mine, buffer, group=group)
+        _reduce_scatter_into(mine, buffer, group=group)
         unpack(mine, outputs, writes)
 
     def run_rows(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
         """Equal pieces of one contiguous tensor along dim 0: nothing to pack."""
         if inputs[0].is_contiguous() and outputs[0].is_contiguous():
-            dist.reduce_scatter_tensor(outputs[0], inputs[0], group=group)
+            _reduce_scatter_into(outputs[0], inputs[0], group=group)
         else:
             run(inputs, outputs, flat)
 
@@ -215,14 +220,14 @@ def _all_gather(
         mine = inputs[0].new_zeros(longest)
         mine[: counts[me]] = pack(inputs, reads)
         buffer = mine.new_empty(longest * len(counts))
-        dist.all_gather_into_tensor(buffer, mine, group=group)
+        _all_gather_into(buffer, mine, group=group)
         for place, writes in enumerate(writes_by):
             unpack(buffer[place * longest : place * longest + counts[place]], outputs, writes)
 
     def run_rows(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
         """Equal pieces of one contiguous tensor along dim 0: nothing to unpack."""
         if outputs[0].is_contiguous():
-            dist.all_gather_into_tensor(outputs[0], inputs[0].contiguous(), group=group)
+            _all_gather_into(outputs[0], inputs[0].contiguous(), group=group)
         else:
             run(inputs, outputs, flat)
 

@@ -11,7 +11,7 @@ from hetero_megatron.comm import Collective, CommPlan, Copy, Transfer, assemble,
 from hetero_megatron.errors import ReshardError
 
 SHAPES = ((97, 7), (12, 24), (7, 97), (48, 36), (5, 3), (24, 1))
-PAIRS = 4000
+PAIRS = 3600
 DEGREES: dict[int, list[tuple[int, ...]]] = {
     1: [()],
     2: [(2,)],
@@ -94,11 +94,11 @@ def moved(rng: random.Random) -> tuple[Annotation, Annotation]:
 def across(rng: random.Random) -> tuple[Annotation, Annotation]:
     """The top tier changes; subgroups of different widths, alike inside or only nearly so."""
     groups = groups_of(rng, rng.randint(2, 4))
-    hdim, to_hdim = rng.choice(((-2, -1), (-2, 0), (-2, 1), (0, -1), (1, -1)))
+    hdim, to_hdim = rng.choice(((-2, -1), (-2, 0), (-2, 1), (0, -1), (1, -1), (0, -1), (1, -1)))
     dims = rng.choice(((-1, 0, 1), (-1, 1 - max(hdim, to_hdim, 0)), (1 - max(hdim, to_hdim, 0),)))
     if any(len(group) in (4, 8) for group in groups) and len(dims) == 1 and rng.random() < 0.3:
         dims = (-1, *dims)
-    if rng.random() < 0.3:
+    if rng.random() < 0.15:
         groups = tuple(DeviceGroup(tuple(range(4 * i, 4 * i + 4))) for i in range(len(groups)))
         one = states(rng, 4, dims)
         after = Annotation(groups, (one,) * len(groups), to_hdim)
@@ -153,6 +153,7 @@ MAKERS: tuple[Callable[[random.Random], tuple[Annotation, Annotation]], ...] = (
     same_groups,
     inside,
     moved,
+    across,
     across,
     across,
     aligned,

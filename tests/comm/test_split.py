@@ -8,8 +8,10 @@ import pytest
 from hetero_megatron.annotation import FULL, Annotation, DeviceGroup, DistributedStates
 from hetero_megatron.comm import Collective, Transfer, interpret, resolve, shard
 
+Subgroup = tuple[tuple[int, ...], dict[int, int]]
 
-def union(hdim: int, *subgroups: tuple[tuple[int, ...], dict[int, int]]) -> Annotation:
+
+def union(hdim: int, *subgroups: Subgroup) -> Annotation:
     return Annotation(
         tuple(DeviceGroup(ranks) for ranks, _ in subgroups),
         tuple(DistributedStates.of(parts) for _, parts in subgroups),
@@ -18,7 +20,7 @@ def union(hdim: int, *subgroups: tuple[tuple[int, ...], dict[int, int]]) -> Anno
 
 
 def test_three_tp_degrees_meet_in_four_slices() -> None:
-    subgroups = (((0, 1, 2, 3), {0: 4}), ((4, 5), {0: 2}), ((6,), {}))
+    subgroups: tuple[Subgroup, ...] = (((0, 1, 2, 3), {0: 4}), ((4, 5), {0: 2}), ((6,), {}))
     (stage,) = resolve(union(-2, *subgroups), union(-1, *subgroups)).stages
     assert stage.in_place
     assert stage.steps == tuple(
@@ -71,10 +73,10 @@ def test_alike_subgroups_reduce_whole_shards_device_by_device() -> None:
 
 
 def test_neighbouring_slices_with_the_same_ranks_are_one_collective() -> None:
-    subgroups = (((0, 1), {0: 2}), ((2, 3), {-1: 2}), ((4,), {}))
+    subgroups: tuple[Subgroup, ...] = (((0, 1), {0: 2}), ((2, 3), {-1: 2}), ((4,), {}))
     reduce, _ = resolve(union(-2, *subgroups), union(-1, *subgroups)).stages
     assert [step.ranks for step in reduce.steps] == [(0, 2, 4), (1, 3, 4)]
-    wide = (((0,), {}), ((1, 2, 3, 4, 5, 6), {-1: 6}), ((7, 8), {1: 2}))
+    wide: tuple[Subgroup, ...] = (((0,), {}), ((1, 2, 3, 4, 5, 6), {-1: 6}), ((7, 8), {1: 2}))
     gather, hand = resolve(union(0, *wide), union(-1, *wide)).stages
     assert [(step.ranks, step.region) for step in gather.steps if isinstance(step, Collective)] == [
         ((0, 1, 7), FULL.cut(1, 0, 2)),

@@ -42,7 +42,9 @@ def test_a_pipeline_without_micro_batches_gets_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=4), st.integers(1, 100))
-def test_every_row_is_dealt_once_in_order_and_within_the_limits(pipelines: list[tuple[int, int]], rows: int) -> None:
+def test_every_row_is_dealt_once_in_order_and_within_the_limits(
+    pipelines: list[tuple[int, int]], rows: int
+) -> None:
     try:
         dealt = deal(rows, pipelines)
     except DataError:
@@ -58,12 +60,16 @@ def test_every_row_is_dealt_once_in_order_and_within_the_limits(pipelines: list[
 
 
 def test_too_many_rows_are_refused_with_the_sum() -> None:
-    with pytest.raises(DataError, match=r"global_batch_size 9 does not fit: .* 2 x 2 \+ 4 x 1 = 8 rows a step"):
+    with pytest.raises(
+        DataError, match=r"global_batch_size 9 does not fit: .* 2 x 2 \+ 4 x 1 = 8 rows a step"
+    ):
         deal(9, [(2, 2), (4, 1)])
 
 
 def test_an_empty_micro_batch_is_refused() -> None:
-    with pytest.raises(DataError, match=r"global_batch_size 5 leaves micro-batches empty: the pipelines run 6"):
+    with pytest.raises(
+        DataError, match=r"global_batch_size 5 leaves micro-batches empty: the pipelines run 6"
+    ):
         deal(5, [(2, 2), (4, 1)])
 
 

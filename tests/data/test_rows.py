@@ -54,7 +54,9 @@ def stream_of(corpus: Memory, seed: int, passes: int) -> tuple[list[int], list[i
     seq_length=st.integers(1, 17),
     seed=st.integers(0, 2**40),
 )
-def test_rows_are_windows_of_the_stream_whatever_the_lengths(documents: list[bytes], seq_length: int, seed: int) -> None:
+def test_rows_are_windows_of_the_stream_whatever_the_lengths(
+    documents: list[bytes], seq_length: int, seed: int
+) -> None:
     corpus = Memory(tuple(documents))
     rows = PackedRows(corpus, seed, seq_length)
     tokens, targets, owners = stream_of(corpus, seed, passes=3)
@@ -81,7 +83,7 @@ def test_a_row_reads_only_the_documents_it_touches() -> None:
     rows = PackedRows(corpus, seed=5, seq_length=64)
     assert corpus.reads == []
     rows.row(13)
-    tokens, _, owners = stream_of(corpus, 5, passes=1)
+    _, _, owners = stream_of(corpus, 5, passes=1)
     assert corpus.reads == list(dict.fromkeys(document for _, document in owners[13 * 64 : 14 * 64]))
 
 
@@ -105,6 +107,32 @@ def test_recently_used_documents_are_kept_and_no_more() -> None:
         rows.row(number)
     rows.row(0)
     assert len(corpus.reads) == len(corpus) + 1
+
+
+def test_samples_are_the_rows_of_each_pass_in_shuffled_order() -> None:
+    corpus = Memory(tuple(bytes([index]) * 9 for index in range(12)))
+    rows = PackedRows(corpus, seed=3, seq_length=7)
+    assert rows.rows_per_pass == 120 // 7
+
+    def texts(pieces: tuple[Piece, ...]) -> list[list[int]]:
+        return [piece.tokens_T.tolist() for piece in pieces]
+
+    for first in (0, rows.rows_per_pass):
+        numbers = range(first, first + rows.rows_per_pass)
+        samples = [texts(rows.sample(number)) for number in numbers]
+        in_order = [texts(rows.row(number)) for number in numbers]
+        assert samples != in_order
+        assert sorted(samples) == sorted(in_order)
+
+
+def test_a_corpus_shorter_than_a_row_still_has_samples() -> None:
+    rows = PackedRows(Memory((b"ab",)), seed=0, seq_length=8)
+    assert [sum(map(len, rows.sample(number))) for number in range(3)] == [8, 8, 8]
+
+
+def test_a_negative_sample_is_refused() -> None:
+    with pytest.raises(DataError, match="sample -1 does not exist; samples are counted from 0"):
+        PackedRows(Memory((b"a",)), 0, 4).sample(-1)
 
 
 def test_a_negative_row_is_refused() -> None:

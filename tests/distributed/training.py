@@ -115,6 +115,18 @@ def start(model: Llama, program: Program, world: World, settings: OptimizerSetti
     return Session(program, world, dict(model.named_modules()), initial, settings, dtype)
 
 
+def alter_gradients(session: Session, change: Callable[[ParameterSlot, Tensor, float], None]) -> None:
+    """Let `change(slot, gradient, divisor)` overwrite synchronised gradients (sums) just before the norm is taken."""
+    collect = session.gradient_hook
+
+    def hook(slot: ParameterSlot, gradient: Tensor, divisor: float) -> None:
+        change(slot, gradient, divisor)
+        if collect:
+            collect(slot, gradient, divisor)
+
+    session.gradient_hook = hook
+
+
 def train(
     plan: Strategy,
     steps: Sequence[StepData],
@@ -159,9 +171,8 @@ def train(
     found = run_ranks(plan.ranks, work, timeout_s)
     outcome = Outcome(shards={rank: shards for rank, (_, shards, _) in found.items()})
     for results in zip(*(results for results, _, _ in found.values()), strict=True):
-        assert len({(r.loss, r.grad_norm, r.skipped) for r in results}) == 1 or any(r.loss != r.loss for r in results), (
-            "all ranks report the same step"
-        )
+        reported = {repr((r.loss, r.grad_norm, r.valid_tokens, r.skipped)) for r in results}
+        assert len(reported) == 1, f"ranks report different things of one step: {reported}"
         outcome.results.append(results[0])
         outcome.losses.append(results[0].loss)
         outcome.norms.append(results[0].grad_norm)

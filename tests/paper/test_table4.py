@@ -42,7 +42,7 @@ C2 = [
         (range(30, 31), range(56, 60)),
     ],
 ]
-LAYER = {
+LAYER: dict[str, tuple[tuple[int, ...], int]] = {
     "attention_norm": ((HIDDEN,), NORM),
     "wq": ((HIDDEN, HIDDEN), COLUMN),
     "wk": ((HIDDEN, HIDDEN), COLUMN),
@@ -78,7 +78,7 @@ def annotation(pipelines: list[Stages], layer: int, dim: int) -> Annotation:
 
 def parameters() -> list[Parameter]:
     """Every weight of the model in definition order."""
-    weights = [("embedding", (VOCAB, HIDDEN), COLUMN, 0)]
+    weights: list[tuple[str, tuple[int, ...], int, int]] = [("embedding", (VOCAB, HIDDEN), COLUMN, 0)]
     weights += [
         (f"layers.{layer}.{name}", shape, dim, layer)
         for layer in range(LAYERS)

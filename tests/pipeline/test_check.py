@@ -210,7 +210,7 @@ def test_faults_on_one_stage_are_named(stage: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("first", "message"),
     [
-        ("F0 {SEND_F0} {SEND_F0 RECV_B0} B0", "stage 0 posts SEND_F0 twice; every message"),
+        ("F0 {SEND_F0} {SEND_F0 RECV_B0} B0", "stage 0 posts SEND_F0 twice; each message"),
         ("{SEND_F0} F0 {RECV_B0} B0", "stage 0 posts SEND_F0 before it runs F0"),
         ("F0 {SEND_F0 RECV_B0} B0 {RECV_B1}", "stage 0 posts RECV_B1, but does not run B1"),
         ("F0 {SEND_F0} B0 {RECV_B0}", "stage 0 runs B0 without a RECV_B0 from stage 1 before it"),
@@ -219,6 +219,17 @@ def test_faults_on_one_stage_are_named(stage: str, message: str) -> None:
 def test_misplaced_messages_are_named(first: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         check([actions_of(first, "{RECV_F0} F0 B0 {SEND_B0}")])
+
+
+def test_a_chunk_that_runs_before_its_input_on_the_same_stage_is_named() -> None:
+    with pytest.raises(ScheduleError, match=r"stage 0 runs F0.1 before F0, whose output it needs"):
+        check([lower(tasks_of("F0.1 F0 B0.1 B0"))])
+    check([lower(tasks_of("F0 F0.1 B0.1 B0"))])
+
+
+def test_a_pipeline_without_stages_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="pipeline 0 has no stage; at least 1"):
+        check([lower(())])
 
 
 def test_a_late_receive_is_named() -> None:

@@ -1,0 +1,242 @@
+"""`hetero-megatron explain`: pipelines, groups, and the communication of every Reshard of a recipe (paper §5, §6)."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from hetero_megatron.comm.steps import CommPlan
+from hetero_megatron.models.llama import Llama
+from hetero_megatron.pipeline.action import spell_steps
+from hetero_megatron.pipeline.timing import clock
+from hetero_megatron.program import Program
+from hetero_megatron.recipe import Recipe
+from hetero_megatron.report import layer_text, rank_text, strategy_table
+from hetero_megatron.train import DTYPES, build_program
+
+ACTIVATION, GRADIENT = "activation", "gradient"
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardLine:
+    """One Reshard: operators per subgroup, and bytes that all ranks together send.
+
+    An activation's bytes are those of one micro-batch of every pipeline; a gradient's those of one step, in FP32.
+    """
+
+    name: str
+    kind: str
+    operators: tuple[str, ...]
+    bytes: int
+    backward_operators: tuple[str, ...]
+    backward_bytes: int
+    ranks: tuple[int, ...]
+
+
+def run(recipe: Recipe, rank: int | None, as_json: bool) -> None:
+    """Print what the recipe's strategy means; with `rank`, only what that rank takes part in.
+
+    Raises:
+        HeteroError: the recipe cannot be turned into a Program, or the rank is in no pipeline.
+    """
+    program = build_program(recipe, Llama(recipe.make_config()))
+    if rank is not None:
+        program.pipeline_of(rank)
+    lines = [line for line in _lines(program, recipe) if rank is None or rank in line.ranks]
+    if as_json:
+        print(json.dumps(_as_json(program, lines, rank)))
+    else:
+        _print(program, lines, rank)
+
+
+def _lines(program: Program, recipe: Recipe) -> Iterator[ReshardLine]:
+    graph, training = program.annotated.graph, recipe.training
+    width = DTYPES[training.precision].itemsize
+    for reshard in program.reshards:
+        hidden = graph.size(reshard.name, 1)
+        tokens = [p.micro_batch_size * training.seq_length for p in program.strategy.pipelines]
+        ahead, back = reshard.forward, reshard.backward
+        subgroups = len(program.plan[reshard.name].groups)
+        yield ReshardLine(
+            reshard.name,
+            ACTIVATION,
+            ahead.operators if ahead else ("Identity",) * subgroups,
+            _activation_bytes(ahead, tokens, hidden, width),
+            back.operators if back else ("Identity",) * subgroups,
+            _activation_bytes(back, tokens, hidden, width),
+            program.plan[reshard.name].ranks if ahead is None else ahead.ranks,
+        )
+    for name, plan in program.posts.items():
+        sent = sum(plan.bytes_sent(graph.parameter_shape(name), _FP32_BYTES).values())
+        yield ReshardLine(name, GRADIENT, plan.operators, sent, (), 0, plan.ranks)
+
+
+def _activation_bytes(plan: CommPlan | None, tokens: Sequence[int], hidden: int, width: int) -> int:
+    """Every pipeline has its own number of tokens, so each subgroup's ranks are counted with their own."""
+    if plan is None:
+        return 0
+    sent = 0
+    for count in set(tokens):
+        by_rank = plan.bytes_sent((count * plan.src.hsize, hidden), width)
+        for rank, amount in by_rank.items():
+            subgroup = plan.src.subgroup_of(rank)
+            if subgroup is not None and tokens[subgroup] == count:
+                sent += amount
+    return sent
+
+
+def _as_json(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> dict[str, object]:
+    found: dict[str, object] = {
+        "pipelines": [
+            {
+                "micro_batches": pipeline.micro_batches,
+                "micro_batch_size": pipeline.micro_batch_size,
+                "stages": [
+                    {
+                        "ranks": list(stage.ranks),
+                        "layers": list(stage.layers) if stage.layers else None,
+                        "tp": stage.tensor_parallel_size,
+                        "cp": stage.cp,
+                    }
+                    for stage in pipeline.stages
+                ],
+            }
+            for pipeline in program.strategy.pipelines
+        ],
+        "ranks": list(program.strategy.ranks),
+        "idle_ranks": list(program.strategy.idle_ranks),
+        "sequences_per_step": program.strategy.rows_per_step,
+        "schedule": program.strategy.schedule,
+        "zero": program.strategy.zero,
+        "groups": [list(group) for group in program.groups if rank is None or rank in group],
+        "reshards": [
+            {
+                "name": line.name,
+                "kind": line.kind,
+                "operators": list(line.operators),
+                "bytes": line.bytes,
+                "backward_operators": list(line.backward_operators),
+                "backward_bytes": line.backward_bytes,
+            }
+            for line in lines
+        ],
+        "annotations": json.loads(program.plan.to_json())["annotations"],
+    }
+    if rank is not None:
+        number, stage = program.pipeline_of(rank)[0], program.stage_of(rank)
+        found |= {"rank": rank, "pipeline": number, "stage": stage, "actions": spell_steps(program.schedule.steps(number, stage))}
+    return found
+
+
+def _print(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> None:
+    console = Console(highlight=False)
+    strategy = program.strategy
+    console.print(strategy_table(strategy))
+    layers = program.annotated.graph.reshards
+    console.print(
+        f"{len(strategy.ranks)} ranks, {sum(1 for name in layers if name.endswith('.entry'))} layers per pipeline, "
+        f"{strategy.rows_per_step} sequences per step, schedule {strategy.schedule}, zero {strategy.zero}"
+    )
+    console.print(f"{len(program.groups)} process groups for collectives: {' '.join(_groups(program, rank))}")
+    timing = clock(program.schedule.pipelines, lambda pipeline, stage, kind: _units(program, pipeline, stage, kind))
+    console.print(
+        f"bubble if all devices were equally fast: {100 * timing.bubble_share:.1f}% "
+        "(forward 1 and backward 2 per layer, divided by TP; no communication)"
+    )
+    if rank is not None:
+        _print_rank(console, program, rank)
+    console.print(_table("activations, per micro-batch", [line for line in lines if line.kind == ACTIVATION]))
+    console.print(_table("gradients, per step (FP32)", [line for line in lines if line.kind == GRADIENT]))
+
+
+def _groups(program: Program, rank: int | None) -> list[str]:
+    return [rank_text(group) for group in program.groups if rank is None or rank in group]
+
+
+def _units(program: Program, pipeline: int, stage: int, kind: str) -> float:
+    part = program.strategy.pipelines[pipeline].stages[stage]
+    rows = program.strategy.pipelines[pipeline].micro_batch_size
+    return (1 if kind == "F" else 2) * rows * max(1, len(part.layer_numbers)) / part.tensor_parallel_size
+
+
+def _print_rank(console: Console, program: Program, rank: int) -> None:
+    number, stage = program.pipeline_of(rank)[0], program.stage_of(rank)
+    part = program.strategy.pipelines[number].stages[stage]
+    count = len(program.strategy.pipelines[number].stages)
+    executable, graph = program.executable(rank), program.annotated.graph
+    elements = 0
+    for bound in executable.post:
+        region = program.plan[bound.name].region(rank).bounds(graph.parameter_shape(bound.name))
+        local = 1
+        for lo, hi in region:
+            local *= hi - lo
+        elements += local
+    console.print(
+        f"rank {rank}: pipeline {number}, stage {stage} ({layer_text(part, stage == 0, stage == count - 1)}), "
+        f"{elements:,} parameters, {sum(len(chunk.nodes) for chunk in executable.chunks)} operators"
+    )
+    console.print(f"  its step: {spell_steps(program.schedule.steps(number, stage))}", soft_wrap=True)
+
+
+def _table(title: str, lines: Sequence[ReshardLine]) -> Table:
+    """Lines of consecutive layers with the same operators and bytes are folded into one."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("Reshard", overflow="fold")
+    table.add_column("forward" if any(line.backward_operators for line in lines) else "operators")
+    table.add_column("MB", justify="right")
+    if any(line.backward_operators for line in lines):
+        table.add_column("backward")
+        table.add_column("MB", justify="right")
+    for name, line in _folded(lines):
+        cells = [name, _operators(line.operators), _megabytes(line.bytes)]
+        if line.backward_operators:
+            cells += [_operators(line.backward_operators), _megabytes(line.backward_bytes)]
+        table.add_row(*cells)
+    return table
+
+
+def _folded(lines: Sequence[ReshardLine]) -> list[tuple[str, ReshardLine]]:
+    runs: dict[tuple[object, ...], list[tuple[int, ReshardLine]]] = {}
+    rows: list[tuple[str, ReshardLine] | tuple[object, ...]] = []
+    for line in lines:
+        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", line.name)
+        if layer is None:
+            rows.append((line.name, line))
+            continue
+        key = (layer[2], line.operators, line.bytes, line.backward_operators, line.backward_bytes)
+        if key not in runs:
+            rows.append(key)
+        runs.setdefault(key, []).append((int(layer[1]), line))
+    folded = []
+    for row in rows:
+        if row in runs:
+            members = runs[row]
+            folded.append((f"layers.{_spans([number for number, _ in members])}.{row[0]}", members[0][1]))
+        else:
+            name, line = row
+            assert isinstance(name, str) and isinstance(line, ReshardLine), "a row is a name and its line"
+            folded.append((name, line))
+    return folded
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    text = ",".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in spans)
+    return text if len(numbers) == 1 else f"[{text}]"
+
+
+def _operators(operators: Sequence[str]) -> str:
+    return operators[0] if len(set(operators)) == 1 else " | ".join(operators)
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.3f}" if count else "-"
