@@ -57,14 +57,20 @@ def walk(strategy: Strategy, cluster: Cluster, rank: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="32,128,512,1024")
     arguments = parser.parse_args()
     recipe = load_recipe(C2)
     print("C2, 32B, 60 layers, 31 ranks; seconds on one core, from model to the executable graph of rank 28")
     for _ in range(3):
         seconds = walk(recipe.make_strategy(), recipe.make_cluster(), 28)
-        print("  " + "  ".join(f"{phase} {value:.3f}" for phase, value in seconds.items()) + f"  all {sum(seconds.values()):.3f}")
+        print(
+            "  "
+            + "  ".join(f"{phase} {value:.3f}" for phase, value in seconds.items())
+            + f"  all {sum(seconds.values()):.3f}"
+        )
     print("growth with ranks, pipelines of 4 stages of TP4; seconds")
     first = 0.0
     for ranks in map(int, arguments.ranks.split(",")):

@@ -38,10 +38,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class PlainBlock(nn.Module):
     def __init__(self, c: LlamaConfig) -> None:
         super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(c.hidden_size, c.hidden_size, bias=False) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wo = (
+            nn.Linear(c.hidden_size, c.hidden_size, bias=False) for _ in range(4)
+        )
         self.gate, self.up = (nn.Linear(c.hidden_size, c.ffn_hidden_size, bias=False) for _ in range(2))
         self.down = nn.Linear(c.ffn_hidden_size, c.hidden_size, bias=False)
-        self.norm1, self.norm2 = nn.RMSNorm(c.hidden_size, eps=c.norm_eps), nn.RMSNorm(c.hidden_size, eps=c.norm_eps)
+        self.norm1, self.norm2 = (
+            nn.RMSNorm(c.hidden_size, eps=c.norm_eps),
+            nn.RMSNorm(c.hidden_size, eps=c.norm_eps),
+        )
         self.head_size = c.head_size
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -64,8 +69,13 @@ class PlainLlama(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(PlainBlock(c) for _ in range(c.num_layers))
-        self.norm, self.head = nn.RMSNorm(c.hidden_size, eps=c.norm_eps), nn.Linear(c.hidden_size, c.vocab_size, bias=False)
-        f = torch.outer(torch.arange(SEQUENCE).float(), c.rope_theta ** (-torch.arange(0, c.head_size, 2) / c.head_size))
+        self.norm, self.head = (
+            nn.RMSNorm(c.hidden_size, eps=c.norm_eps),
+            nn.Linear(c.hidden_size, c.vocab_size, bias=False),
+        )
+        f = torch.outer(
+            torch.arange(SEQUENCE).float(), c.rope_theta ** (-torch.arange(0, c.head_size, 2) / c.head_size)
+        )
         self.register_buffer("cos", f.cos().repeat(1, 2), persistent=False)
         self.register_buffer("sin", f.sin().repeat(1, 2), persistent=False)
 
@@ -96,13 +106,17 @@ def ours(precision: str, tokens: Tensor) -> tuple[Session, list[MicroBatch]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--precision", choices=DTYPES, default="fp32")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     use_batch_scheduling()
-    tokens = torch.randint(CONFIG.vocab_size, (MICRO_BATCHES, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        CONFIG.vocab_size, (MICRO_BATCHES, SEQUENCE + 1), generator=torch.Generator().manual_seed(0)
+    )
     session, batches = ours(arguments.precision, tokens)
 
     plain = PlainLlama(CONFIG).to(DTYPES[arguments.precision])
@@ -127,8 +141,12 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - began)
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["plain"], strict=True)]
     for name, times in seconds.items():
-        print(f"{name:6} {1e3 * statistics.median(times):8.1f} ms median of {len(times)}, {MICRO_BATCHES * SEQUENCE / statistics.median(times):.0f} tokens/s")
-    print(f"ratio ours / plain: median {statistics.median(ratios):.4f}, from {min(ratios):.4f} to {max(ratios):.4f}")
+        print(
+            f"{name:6} {1e3 * statistics.median(times):8.1f} ms median of {len(times)}, {MICRO_BATCHES * SEQUENCE / statistics.median(times):.0f} tokens/s"
+        )
+    print(
+        f"ratio ours / plain: median {statistics.median(ratios):.4f}, from {min(ratios):.4f} to {max(ratios):.4f}"
+    )
     session.world.leave()
 
 

@@ -65,9 +65,13 @@ class Cluster:
         names = {kind.name for kind in self.kinds}
         for device in self.devices:
             if device.rank in by_rank:
-                raise ClusterError(f"rank {device.rank} is listed twice (nodes {by_rank[device.rank].node}, {device.node})")
+                raise ClusterError(
+                    f"rank {device.rank} is listed twice (nodes {by_rank[device.rank].node}, {device.node})"
+                )
             if device.kind not in names:
-                raise ClusterError(f"rank {device.rank} is a {device.kind!r}; the cluster knows {sorted(names)}")
+                raise ClusterError(
+                    f"rank {device.rank} is a {device.kind!r}; the cluster knows {sorted(names)}"
+                )
             by_rank[device.rank] = device
         if not by_rank:
             raise ClusterError("a cluster needs at least one device")
@@ -80,7 +84,9 @@ class Cluster:
         return known
 
     @staticmethod
-    def of_nodes(nodes: Mapping[str, int], per_node: int = GPUS_PER_NODE, inter_node: Link = INFINIBAND) -> "Cluster":
+    def of_nodes(
+        nodes: Mapping[str, int], per_node: int = GPUS_PER_NODE, inter_node: Link = INFINIBAND
+    ) -> "Cluster":
         """Whole nodes by kind, ranks counted in the mapping's order: `{"h800": 2, "h20": 4}` is the paper's cluster."""
         devices: list[Device] = []
         for kind, count in nodes.items():

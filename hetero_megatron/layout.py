@@ -38,7 +38,11 @@ STATE = "@state"
 
 
 def annotate(
-    strategy: Strategy, facts: ModelFacts, parameters: Iterable[str], reshards: Iterable[str], inputs: Iterable[str]
+    strategy: Strategy,
+    facts: ModelFacts,
+    parameters: Iterable[str],
+    reshards: Iterable[str],
+    inputs: Iterable[str],
 ) -> AnnotationPlan:
     """The annotation plan of `strategy`: one entry for every leaf and every Reshard of the model.
 
@@ -66,7 +70,9 @@ def annotate(
 def _role(module: str, roles: Mapping[str, str], what: str) -> str:
     last = module.rsplit(".", 1)[-1]
     if last not in roles:
-        raise StrategyError(f"{what} {module}: no tensor-parallel role is known for {last!r}; known: {sorted(roles)}")
+        raise StrategyError(
+            f"{what} {module}: no tensor-parallel role is known for {last!r}; known: {sorted(roles)}"
+        )
     return roles[last]
 
 

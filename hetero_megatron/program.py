@@ -48,7 +48,9 @@ class Program:
         expected = tuple(tuple(stage.ranks for stage in p.stages) for p in strategy.pipelines)
         found = construct([r.forward for r in reshards if r.forward is not None], strategy.ranks)
         check_against(found, expected)
-        schedule = plan_schedule(strategy.schedule, [(len(p.stages), p.micro_batches) for p in strategy.pipelines])
+        schedule = plan_schedule(
+            strategy.schedule, [(len(p.stages), p.micro_batches) for p in strategy.pipelines]
+        )
         return Program(strategy, cluster, plan, annotated, reshards, expected, schedule)
 
     def executable(self, rank: int) -> ExecutableGraph:
@@ -100,7 +102,12 @@ class Program:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Every rank tuple that some collective of this program uses, sorted."""
         plans: list[CommPlan] = [*self.posts.values(), *self.annotated.edge_plans(self.cluster).values()]
-        plans += [plan for reshard in self.reshards for plan in (reshard.forward, reshard.backward) if plan is not None]
+        plans += [
+            plan
+            for reshard in self.reshards
+            for plan in (reshard.forward, reshard.backward)
+            if plan is not None
+        ]
         found = _collective_groups(plans)
         for node in self.annotated.graph.nodes:
             if node.kind is Kind.COMPUTE and node.signature is not None and node.signature.reduced:
@@ -110,7 +117,9 @@ class Program:
     @property
     def control_groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each pipeline, sorted."""
-        return tuple(sorted(tuple(sorted(r for stage in pipeline for r in stage)) for pipeline in self.pipelines))
+        return tuple(
+            sorted(tuple(sorted(r for stage in pipeline for r in stage)) for pipeline in self.pipelines)
+        )
 
 
 @lru_cache(maxsize=256)

@@ -53,7 +53,9 @@ def short_strategy(strategy: Strategy) -> str:
     return "+".join(">".join(f"TP{s.tensor_parallel_size}" for s in p.stages) for p in strategy.pipelines)
 
 
-def log_line(result: StepResult, train_iters: int, global_batch_size: int, skipped: int, strategy: str) -> str:
+def log_line(
+    result: StepResult, train_iters: int, global_batch_size: int, skipped: int, strategy: str
+) -> str:
     """One line in Megatron's format, with ` strategy | tokens/s | bubble ` appended."""
     seconds = result.seconds["step"]
     parts = [
@@ -80,15 +82,25 @@ class RunProgress:
     def __init__(self, train_iters: int, shown: bool) -> None:
         self._console = Console(soft_wrap=True, highlight=False)
         self._shown = shown
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("loss {task.fields[loss]}"))
-        self._bar = Progress(*columns, console=self._console, transient=True, disable=not (shown and self._console.is_terminal))
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+        )
+        self._bar = Progress(
+            *columns, console=self._console, transient=True, disable=not (shown and self._console.is_terminal)
+        )
         self._task = self._bar.add_task("training", total=train_iters, loss="-")
 
     def __enter__(self) -> "RunProgress":
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bar.stop()
 
     def advance(self, result: StepResult) -> None:
@@ -127,7 +139,10 @@ class RunSummary:
         table.add_row("tokens/s (targets that count)", f"{self.tokens / step:.0f}")
         table.add_row("model FLOP/s, all ranks", f"{self.flops_per_token * self.tokens / step:.3g}")
         shares = "  ".join(f"{kind} {100 * self.seconds[kind] / step:.1f}%" for kind in KINDS)
-        table.add_row("time, average rank", f"{shares}  other {100 * max(0.0, 1 - sum(self.seconds[k] for k in KINDS) / step):.1f}%")
+        table.add_row(
+            "time, average rank",
+            f"{shares}  other {100 * max(0.0, 1 - sum(self.seconds[k] for k in KINDS) / step):.1f}%",
+        )
         table.add_row("steps", f"{len(self.losses)} in {self.seconds['step']:.1f} s")
         table.add_row("files", str(folder / "metrics.jsonl"))
         Console().print(table)

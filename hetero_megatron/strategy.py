@@ -125,7 +125,9 @@ def _check_pipeline(number: int, pipeline: Pipeline, facts: ModelFacts) -> None:
     for s, stage in enumerate(pipeline.stages):
         _check_stage(f"{name} stage {s}", stage, facts)
         if stage.layers is None and 0 < s < len(pipeline.stages) - 1:
-            raise StrategyError(f"{name} stage {s} is an empty stage between others: only the first or last may hold no layer")
+            raise StrategyError(
+                f"{name} stage {s} is an empty stage between others: only the first or last may hold no layer"
+            )
     _check_layers(name, pipeline, facts.num_layers)
 
 
@@ -138,21 +140,29 @@ def _check_layers(name: str, pipeline: Pipeline, num_layers: int) -> None:
             continue
         first, last = stage.layers
         if first > last or first < 0:
-            raise StrategyError(f"{name} stage {s}: layers {first}-{last} are out of order: write first-last, from 0")
+            raise StrategyError(
+                f"{name} stage {s}: layers {first}-{last} are out of order: write first-last, from 0"
+            )
         if last >= num_layers:
             raise StrategyError(
                 f"{name} stage {s}: layer {last} is beyond the model, which has layers 0-{num_layers - 1}"
             )
         for layer in stage.layer_numbers:
             if layer in seen:
-                raise StrategyError(f"{name}: layer {layer} is doubled: in stage {seen[layer]} and in stage {s}")
+                raise StrategyError(
+                    f"{name}: layer {layer} is doubled: in stage {seen[layer]} and in stage {s}"
+                )
             seen[layer] = s
         if first < expected:
-            raise StrategyError(f"{name} stage {s}: layer {first} is out of order: stage {s - 1} already ends at {expected - 1}")
+            raise StrategyError(
+                f"{name} stage {s}: layer {first} is out of order: stage {s - 1} already ends at {expected - 1}"
+            )
         expected = last + 1
     missing = [layer for layer in range(num_layers) if layer not in seen]
     if missing:
-        raise StrategyError(f"{name}: layer {missing[0]} is missing (layers {missing} are in no stage of {name})")
+        raise StrategyError(
+            f"{name}: layer {missing[0]} is missing (layers {missing} are in no stage of {name})"
+        )
 
 
 def _check_stage(name: str, stage: Stage, facts: ModelFacts) -> None:

@@ -124,7 +124,9 @@ def start_session(run: Run, world: World) -> Session:
     specs, seed = initial_values(run.model), run.recipe.training.seed
 
     def initial(slot: ParameterSlot) -> torch.Tensor:
-        return initial_value(slot.name, specs[slot.name], slot.bounds, slot.full_shape, seed, device=world.device)
+        return initial_value(
+            slot.name, specs[slot.name], slot.bounds, slot.full_shape, seed, device=world.device
+        )
 
     dtype = DTYPES[run.recipe.training.precision]
     return Session(run.program, world, dict(run.model.named_modules()), initial, run.settings, dtype)

@@ -10,13 +10,17 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from hetero_megatron.errors import LayerError
 from hetero_megatron.graph.signature import Signature
 from hetero_megatron.layers.layer import Layer
 from hetero_megatron.layers.per_batch import PerBatch
 from hetero_megatron.runtime.batch import Segments
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # a PyTorch without the packed kernel
+    varlen_attn = None  # type: ignore[assignment]  # its absence is asked for in one place
 
 
 class Attention(Layer):
@@ -47,7 +51,7 @@ class Attention(Layer):
             )
         q_THK = q_TC.view(tokens, width // head_dim, head_dim)
         k_THK, v_THK = (x_TC.view(tokens, kv_width // head_dim, head_dim) for x_TC in (k_TC, v_TC))
-        if q_TC.is_cuda and q_TC.dtype in (torch.bfloat16, torch.float16):
+        if _has_kernel(q_THK):
             borders = self.borders(segments, q_TC.device, torch.int32)
             return _one_kernel(q_THK, k_THK, v_THK, segments, borders).view(tokens, width)
         return _by_document(q_THK, k_THK, v_THK, segments)
@@ -64,6 +68,12 @@ def document_borders() -> PerBatch[Tensor]:
 
 def _documents(segments: Segments) -> list[tuple[int, int]]:
     return [(start, end) for start, end in pairwise(segments.cu_seqlens) if end > start]
+
+
+def _has_kernel(q_THK: Tensor) -> bool:
+    """Whether the packed FlashAttention kernel takes these heads; otherwise documents go one by one."""
+    half = q_THK.dtype in (torch.bfloat16, torch.float16)
+    return q_THK.is_cuda and half and q_THK.shape[-1] % 8 == 0 and varlen_attn is not None
 
 
 def _one_kernel(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, segments: Segments, borders: Tensor) -> Tensor:

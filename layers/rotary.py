@@ -1,7 +1,7 @@
 """Rotary position embedding in the half layout of Hugging Face (paper Table 6).
 
 Dim i of a head turns together with dim i + K/2, by position * theta^(-2i/K).
-Shape legend: `T` packed tokens, `C` = heads x head size, `H` heads, `K` head size, `J` half of it; sizes are local.
+Shape legend: `T` packed tokens, `C` heads x head size, `H` heads, `K` head size, `J` half of it; local sizes.
 """
 
 from typing import Any, ClassVar

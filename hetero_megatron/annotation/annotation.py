@@ -86,7 +86,9 @@ class Annotation:
             subgroup = self._subgroups.get(rank)
             if subgroup is None:
                 raise AnnotationError(f"rank {rank} holds no part of {self}")
-            known = _region(self.states[subgroup], self.groups[subgroup].index(rank), self.subgroup_region(subgroup))
+            known = _region(
+                self.states[subgroup], self.groups[subgroup].index(rank), self.subgroup_region(subgroup)
+            )
             self._regions[rank] = known
         return known
 
@@ -100,7 +102,9 @@ class Annotation:
         """Whether any tier holds partial sums."""
         return self.hdim == PARTIAL or any(states.parts(PARTIAL) > 1 for states in self.states)
 
-    def replace(self, states: Sequence[DistributedStates] | None = None, hdim: int | None = None) -> "Annotation":
+    def replace(
+        self, states: Sequence[DistributedStates] | None = None, hdim: int | None = None
+    ) -> "Annotation":
         """The same groups with other states or another hdim."""
         return Annotation(
             self.groups,

@@ -60,7 +60,9 @@ class AnnotationPlan(Mapping[str, Annotation]):
         if top["version"] != VERSION:
             raise AnnotationError(f"plan.version is {top['version']!r}, this library reads version {VERSION}")
         annotations = _mapping(top["annotations"], "annotations")
-        return AnnotationPlan({name: _entry(f"annotations.{name}", entry) for name, entry in annotations.items()})
+        return AnnotationPlan(
+            {name: _entry(f"annotations.{name}", entry) for name, entry in annotations.items()}
+        )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -81,7 +83,9 @@ def _known(found: Mapping[str, object], wanted: tuple[str, ...], path: str) -> N
     for key in found:
         if key not in wanted:
             near = get_close_matches(key, wanted, 1)
-            raise AnnotationError(f"{path}.{key} is unknown; " + (f"did you mean {near[0]!r}?" if near else f"known: {wanted}"))
+            raise AnnotationError(
+                f"{path}.{key} is unknown; " + (f"did you mean {near[0]!r}?" if near else f"known: {wanted}")
+            )
     for key in wanted:
         if key not in found:
             raise AnnotationError(f"{path}.{key} is missing")
@@ -93,7 +97,9 @@ def _entry(path: str, value: object) -> Annotation:
     groups = _integers(entry["groups"], f"{path}.groups", 2)
     states = _integers(entry["states"], f"{path}.states", 3)
     if not isinstance(entry["hdim"], int) or isinstance(entry["hdim"], bool):
-        raise AnnotationError(f"{path}.hdim must be a whole number, found {entry['hdim']!r} (duplicate is {DUPLICATE})")
+        raise AnnotationError(
+            f"{path}.hdim must be a whole number, found {entry['hdim']!r} (duplicate is {DUPLICATE})"
+        )
     try:
         return Annotation(
             tuple(DeviceGroup(tuple(group)) for group in groups),

@@ -76,7 +76,9 @@ class Region:
         """
         spans = {dim: (lo, hi) for dim, lo, hi in self.cuts}
         if spans and max(spans) >= len(shape):
-            raise AnnotationError(f"region {self} cuts dim {max(spans)}, but shape {shape} has {len(shape)} dims")
+            raise AnnotationError(
+                f"region {self} cuts dim {max(spans)}, but shape {shape} has {len(shape)} dims"
+            )
         return tuple(
             (_edge(spans[dim][0], size), _edge(spans[dim][1], size)) if dim in spans else (0, size)
             for dim, size in enumerate(shape)
@@ -84,10 +86,16 @@ class Region:
 
     def exact(self, shape: tuple[int, ...]) -> bool:
         """Whether every edge falls on a whole index of a tensor of `shape`."""
-        return all((lo * shape[dim]).denominator == 1 == (hi * shape[dim]).denominator for dim, lo, hi in self.cuts)
+        return all(
+            (lo * shape[dim]).denominator == 1 == (hi * shape[dim]).denominator for dim, lo, hi in self.cuts
+        )
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"dim {dim}: {lo}..{hi}" for dim, lo, hi in self.cuts) + "]" if self.cuts else "[whole]"
+        return (
+            "[" + ", ".join(f"dim {dim}: {lo}..{hi}" for dim, lo, hi in self.cuts) + "]"
+            if self.cuts
+            else "[whole]"
+        )
 
 
 def _edge(fraction: Fraction, size: int) -> int:

@@ -32,7 +32,9 @@ class DistributedStates:
             if dim < PARTIAL:
                 raise AnnotationError(f"states {self}: dim {dim} is neither a tensor dim nor -1 nor -2")
             if parts < 2:
-                raise AnnotationError(f"states {self}: dim {dim} has {parts} parts; list a dim only when it has 2 or more")
+                raise AnnotationError(
+                    f"states {self}: dim {dim} has {parts} parts; list a dim only when it has 2 or more"
+                )
 
     @staticmethod
     def of(parts: Mapping[int, int]) -> "DistributedStates":
@@ -59,7 +61,9 @@ class DistributedStates:
     def coord(self, index: int) -> dict[int, int]:
         """Position of device `index` along every listed dim."""
         if not 0 <= index < self.degree:
-            raise AnnotationError(f"states {self} cover {self.degree} devices, there is no device index {index}")
+            raise AnnotationError(
+                f"states {self} cover {self.degree} devices, there is no device index {index}"
+            )
         digits: dict[int, int] = {}
         for dim, parts in reversed(self.order):
             index, digits[dim] = divmod(index, parts)

@@ -37,8 +37,8 @@ class ReshardLine:
     ranks: tuple[int, ...]
 
 
-def run(recipe: Recipe, rank: int | None, as_json: bool) -> None:
-    """Print what the recipe's strategy means; with `rank`, only what that rank takes part in.
+def run(recipe: Recipe, rank: int | None, as_json: bool, schedule: bool = False) -> None:
+    """Print what the recipe's strategy means; with `rank`, only what that rank takes part in; with `schedule`, the time grid.
 
     Raises:
         HeteroError: the recipe cannot be turned into a Program, or the rank is in no pipeline.
@@ -51,6 +51,8 @@ def run(recipe: Recipe, rank: int | None, as_json: bool) -> None:
         print(json.dumps(_as_json(program, lines, rank)))
     else:
         _print(program, lines, rank)
+        if schedule:
+            Console(highlight=False).print(str(program.schedule), soft_wrap=True)
 
 
 def _lines(program: Program, recipe: Recipe) -> Iterator[ReshardLine]:
@@ -128,7 +130,12 @@ def _as_json(program: Program, lines: Sequence[ReshardLine], rank: int | None) -
     }
     if rank is not None:
         number, stage = program.pipeline_of(rank)[0], program.stage_of(rank)
-        found |= {"rank": rank, "pipeline": number, "stage": stage, "actions": spell_steps(program.schedule.steps(number, stage))}
+        found |= {
+            "rank": rank,
+            "pipeline": number,
+            "stage": stage,
+            "actions": spell_steps(program.schedule.steps(number, stage)),
+        }
     return found
 
 
@@ -141,8 +148,11 @@ def _print(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> 
         f"{len(strategy.ranks)} ranks, {sum(1 for name in layers if name.endswith('.entry'))} layers per pipeline, "
         f"{strategy.rows_per_step} sequences per step, schedule {strategy.schedule}, zero {strategy.zero}"
     )
-    console.print(f"{len(program.groups)} process groups for collectives: {' '.join(_groups(program, rank))}")
-    timing = clock(program.schedule.pipelines, lambda pipeline, stage, kind: _units(program, pipeline, stage, kind))
+    groups = _groups(program, rank)
+    console.print(f"{len(groups)} process groups for collectives: {' '.join(groups)}")
+    timing = clock(
+        program.schedule.pipelines, lambda pipeline, stage, kind: _units(program, pipeline, stage, kind)
+    )
     console.print(
         f"bubble if all devices were equally fast: {100 * timing.bubble_share:.1f}% "
         "(forward 1 and backward 2 per layer, divided by TP; no communication)"
@@ -200,26 +210,16 @@ def _table(title: str, lines: Sequence[ReshardLine]) -> Table:
 
 
 def _folded(lines: Sequence[ReshardLine]) -> list[tuple[str, ReshardLine]]:
-    runs: dict[tuple[object, ...], list[tuple[int, ReshardLine]]] = {}
-    rows: list[tuple[str, ReshardLine] | tuple[object, ...]] = []
+    alike: dict[tuple[object, ...], list[tuple[str, ReshardLine]]] = {}
     for line in lines:
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", line.name)
-        if layer is None:
-            rows.append((line.name, line))
-            continue
-        key = (layer[2], line.operators, line.bytes, line.backward_operators, line.backward_bytes)
-        if key not in runs:
-            rows.append(key)
-        runs.setdefault(key, []).append((int(layer[1]), line))
+        number, rest = (layer[1], layer[2]) if layer else ("", line.name)
+        key = (rest, bool(layer), line.operators, line.bytes, line.backward_operators, line.backward_bytes)
+        alike.setdefault(key, []).append((number, line))
     folded = []
-    for row in rows:
-        if row in runs:
-            members = runs[row]
-            folded.append((f"layers.{_spans([number for number, _ in members])}.{row[0]}", members[0][1]))
-        else:
-            name, line = row
-            assert isinstance(name, str) and isinstance(line, ReshardLine), "a row is a name and its line"
-            folded.append((name, line))
+    for (rest, in_layers, *_), members in alike.items():
+        name = f"layers.{_spans([int(number) for number, _ in members])}.{rest}" if in_layers else str(rest)
+        folded.append((name, members[0][1]))
     return folded
 
 

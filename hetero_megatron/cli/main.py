@@ -55,6 +55,9 @@ def explain(
     overrides: Overrides = None,
     settings: Settings = None,
     rank: Annotated[int | None, typer.Option("--rank", help="Only what this rank does.")] = None,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Print the time grid of a step as well.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a strategy means: pipelines, groups, and the communication of every Reshard."""
@@ -63,7 +66,7 @@ def explain(
     checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
     from hetero_megatron.cli import explain as command
 
-    command.run(checked, rank=rank, as_json=as_json)
+    command.run(checked, rank=rank, as_json=as_json, schedule=schedule)
 
 
 @app.command()
@@ -85,11 +88,11 @@ def switch(
     """Show what each rank would send to change from one strategy to another, without training."""
     from hetero_megatron.recipe import load_recipe
 
-    recipes = [load_recipe(path, settings or ()) for path in (before, after)]
+    first, second = (load_recipe(path, settings or ()) for path in (before, after))
     ranks = _lost_ranks(lost)
     from hetero_megatron.cli import switch as command
 
-    command.run(*recipes, lost=ranks, bytes_per_parameter=bytes_per_parameter, as_json=as_json)
+    command.run(first, second, lost=ranks, bytes_per_parameter=bytes_per_parameter, as_json=as_json)
 
 
 def _lost_ranks(text: str) -> frozenset[int]:

@@ -45,11 +45,15 @@ def make_switch(before: Recipe, after: Recipe, lost: frozenset[int], bytes_per_p
     """The SwitchPlan between two recipes of one model."""
     config = before.make_config()
     if config != after.make_config():
-        raise RecipeError("the two recipes describe different models: a switch changes the strategy, not the model")
+        raise RecipeError(
+            "the two recipes describe different models: a switch changes the strategy, not the model"
+        )
     cluster = _wider(before.make_cluster(), after.make_cluster())
     used = lost & set(after.make_strategy().ranks)
     if used:
-        raise RecipeError(f"rank {min(used)} is lost, but the new strategy uses it; list it under strategy.idle_ranks there")
+        raise RecipeError(
+            f"rank {min(used)} is lost, but the new strategy uses it; list it under strategy.idle_ranks there"
+        )
     for rank in sorted(lost):
         cluster.device(rank)
     graph = trace(Llama(config))
@@ -63,7 +67,9 @@ def _wider(before: Cluster, after: Cluster) -> Cluster:
 
 
 def _plan(graph: Graph, recipe: Recipe) -> AnnotationPlan:
-    return annotate(recipe.make_strategy(), recipe.make_config().facts, graph.parameters, graph.reshards, graph.inputs)
+    return annotate(
+        recipe.make_strategy(), recipe.make_config().facts, graph.parameters, graph.reshards, graph.inputs
+    )
 
 
 def _plain(sent: int | Fraction) -> int | float:
@@ -84,7 +90,9 @@ def _as_json(plan: SwitchPlan, bytes_per_parameter: int) -> dict[str, object]:
 
 def _links(plan: SwitchPlan) -> tuple[str, ...]:
     """Link classes of the cluster, those inside a node first."""
-    return tuple(dict.fromkeys([*(kind.link.name for kind in plan.cluster.kinds), plan.cluster.inter_node.name]))
+    return tuple(
+        dict.fromkeys([*(kind.link.name for kind in plan.cluster.kinds), plan.cluster.inter_node.name])
+    )
 
 
 def _print(plan: SwitchPlan, bytes_per_parameter: int) -> None:
@@ -97,17 +105,23 @@ def _print(plan: SwitchPlan, bytes_per_parameter: int) -> None:
             table.add_column(f"{algorithm}\n{link}", justify="right")
     sent = {algorithm: plan.bytes_sent(algorithm) for algorithm in ALGORITHMS}
     for rank in sorted({rank for by_rank in sent.values() for rank in by_rank}):
-        table.add_row(str(rank), *(_gb(sent[a].get(rank, {}).get(link, 0)) for a in ALGORITHMS for link in links))
+        table.add_row(
+            str(rank), *(_gb(sent[a].get(rank, {}).get(link, 0)) for a in ALGORITHMS for link in links)
+        )
     table.add_section()
     totals = [sum(by.get(link, 0) for by in sent[a].values()) for a in ALGORITHMS for link in links]
     table.add_row("sum", *map(_gb, totals))
-    largest = [max((by.get(link, 0) for by in sent[a].values()), default=0) for a in ALGORITHMS for link in links]
+    largest = [
+        max((by.get(link, 0) for by in sent[a].values()), default=0) for a in ALGORITHMS for link in links
+    ]
     table.add_row("most", *map(_gb, largest))
     console = Console(soft_wrap=True)
     console.print(table)
     for algorithm in ALGORITHMS:
         messages = len(plan.scheme(algorithm).messages())
-        console.print(f"{algorithm:8} {NOTES[algorithm]}; {messages} pairs of ranks exchange messages", highlight=False)
+        console.print(
+            f"{algorithm:8} {NOTES[algorithm]}; {messages} pairs of ranks exchange messages", highlight=False
+        )
 
 
 def _gb(sent: int | Fraction) -> str:

@@ -1,7 +1,7 @@
 """Annotations of an operator's output and its operands' gradients, from its signature (paper §6.1)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hetero_megatron.annotation import DUPLICATE, PARTIAL, Annotation, DistributedStates
@@ -48,7 +48,9 @@ def derive(signature: Signature, sizes: Sizes, operands: Sequence[Annotation]) -
     top = _Tier((), ((),) * len(operands), ())
     if hsize > 1:
         try:
-            top = _tier(signature, tuple(numbers.items()), tuple(((o.hdim, hsize),) for o in operands))
+            arriving = frozenset(factor for factor, size in sizes if not isinstance(size, int))
+            rule = _across(signature, arriving)
+            top = _tier(rule, tuple(numbers.items()), tuple(((o.hdim, hsize),) for o in operands))
         except GraphError as error:
             raise GraphError(f"hdim {tuple(o.hdim for o in operands)}: {error}") from None
         if len(top.output) != 1 or any(len(order) != 1 for order in top.gradients):
@@ -72,6 +74,12 @@ def derive(signature: Signature, sizes: Sizes, operands: Sequence[Annotation]) -
             for place in range(len(operands))
         ),
     )
+
+
+@lru_cache(maxsize=256)
+def _across(signature: Signature, arriving: frozenset[str]) -> Signature:
+    """The rule for the top tier: tokens that must stay whole may differ there, every subgroup has its own."""
+    return replace(signature, indivisible=tuple(f for f in signature.indivisible if f not in arriving))
 
 
 def _hdim(order: Order) -> int:

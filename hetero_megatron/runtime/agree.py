@@ -15,7 +15,9 @@ from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.world import Groups, World
 
 
-def agree_on_micro_batches(program: Program, world: World, groups: Groups, batches: Sequence[MicroBatch]) -> None:
+def agree_on_micro_batches(
+    program: Program, world: World, groups: Groups, batches: Sequence[MicroBatch]
+) -> None:
     """Raise on every rank of the pipeline when counts, token totals or sizes differ between its stages.
 
     Raises:
@@ -38,4 +40,3 @@ def agree_on_micro_batches(program: Program, world: World, groups: Groups, batch
                 f"(rank {members[0]}) has {values[0]}, stage {program.stage_of(members[other])} "
                 f"(rank {members[other]}) has {values[other]}; nothing was sent"
             )
-

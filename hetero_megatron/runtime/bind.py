@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from hetero_megatron.graph.specialize import Chunk, ExecutableGraph
 from hetero_megatron.pipeline.action import Action, Batch
 from hetero_megatron.program import Program, split_groups
 from hetero_megatron.runtime.batch import MicroBatch
-from hetero_megatron.runtime.binding import Binding
+from hetero_megatron.runtime.binding import Bindable, Binding, Exchanging
 from hetero_megatron.runtime.boundary import Boundary
 from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.exchange import Shape
@@ -40,11 +41,18 @@ class BoundStage:
     """Executes the actions of this rank's stage."""
 
     def __init__(
-        self, program: Program, world: World, groups: Groups, modules: Mapping[str, nn.Module], dtype: torch.dtype, clock: Clock
+        self,
+        program: Program,
+        world: World,
+        groups: Groups,
+        modules: Mapping[str, nn.Module],
+        dtype: torch.dtype,
+        clock: Clock,
     ) -> None:
         self.world, self.clock, self.dtype = world, clock, dtype
         self._program, self._groups = program, groups
         executable = program.executable(world.rank)
+        self.constraints = executable.constraints
         self.state = self._cut_parameters(executable, modules)
         edges = self._bind_layers(executable, modules)
         self._runs = [self._run(chunk, modules, edges) for chunk in executable.chunks]
@@ -62,7 +70,9 @@ class BoundStage:
         state.attach(modules)
         return state
 
-    def _bind_layers(self, executable: ExecutableGraph, modules: Mapping[str, nn.Module]) -> dict[tuple[str, int], nn.Module]:
+    def _bind_layers(
+        self, executable: ExecutableGraph, modules: Mapping[str, nn.Module]
+    ) -> dict[tuple[str, int], nn.Module]:
         """Put communication into the Reshards and places into the layers; returns what stands on reduced edges."""
         rank = self.world.rank
         reshards = {reshard.name: reshard for reshard in executable.reshards}
@@ -71,9 +81,11 @@ class BoundStage:
             if node.kind is Kind.RESHARD:
                 bound = reshards[node.name]
                 if bound.forward or bound.backward:
-                    module.exchange = bind_reshard(bound.forward, bound.backward, rank, self._groups)
+                    cast(Exchanging, module).exchange = bind_reshard(
+                        bound.forward, bound.backward, rank, self._groups
+                    )
             else:
-                module.bind(self._binding(node))
+                cast(Bindable, module).bind(self._binding(node))
         return {
             (edge.consumer, edge.operand): EdgeReduce(bind_reshard(None, edge.backward, rank, self._groups))
             for edge in executable.edges
@@ -90,14 +102,19 @@ class BoundStage:
             (factor,) = node.signature.reduced
             annotation = self._program.annotated.values[node.inputs[0]]
             width = self._program.annotated.graph.size(node.inputs[0], 1)
-            shapes["logits"] = (annotation.hsize * len(annotation.ranks), width)  # any token count: only the width is read
+            shapes["logits"] = (
+                annotation.hsize * len(annotation.ranks),
+                width,
+            )  # any token count: only the width is read
             bounds["logits"] = annotation.region(self.world.rank).bounds(shapes["logits"])
             ranks = next((group for group in split_groups(annotation, 1) if self.world.rank in group), ())
             if ranks:
                 reductions[factor] = _reducer(self._groups[ranks])
         return Binding(node.name, bounds, shapes, reductions)
 
-    def _run(self, chunk: Chunk, modules: Mapping[str, nn.Module], edges: Mapping[tuple[str, int], nn.Module]) -> StageRun:
+    def _run(
+        self, chunk: Chunk, modules: Mapping[str, nn.Module], edges: Mapping[tuple[str, int], nn.Module]
+    ) -> StageRun:
         graph = self._program.annotated.graph
         sources = tuple(graph.node(name).inputs[0] for name in chunk.outputs)
         module, inputs = generate(chunk.nodes, chunk.inputs, sources, modules, edges)
@@ -115,10 +132,22 @@ class BoundStage:
                     graph.size(name, 1),
                     self._program.plan[name].hsize,
                     Boundary(name, reshard.forward, self.world) if reshard.forward else None,
-                    Boundary(f"{name} (gradient)", reshard.backward, self.world) if reshard.backward else None,
+                    Boundary(f"{name} (gradient)", reshard.backward, self.world)
+                    if reshard.backward
+                    else None,
                 )
             )
         return ports
+
+    def check_sizes(self, batches: Sequence[MicroBatch]) -> None:
+        """Refuse token counts that this rank's Reshards cannot cut into equal parts.
+
+        Raises:
+            GraphError: naming the count, the divisor, and the value that is cut.
+        """
+        for tokens in {batch.segments.tokens for batch in batches}:
+            for constraint in self.constraints:
+                constraint.check({constraint.symbol: tokens})
 
     def compute(self, action: Action, batches: Sequence[MicroBatch]) -> Tensor | None:
         """Run F or B of one micro-batch; returns the loss sum after F on the last stage."""

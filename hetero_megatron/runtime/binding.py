@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -28,3 +29,16 @@ class Binding:
         """Reduce `tensor` in place over the ranks that share a split of `factor`; nothing where it is whole."""
         reduce = self.reductions.get(factor)
         return tensor if reduce is None else reduce(tensor, op)
+
+
+class Bindable(Protocol):
+    """A layer that learns its place."""
+
+    def bind(self, binding: Binding) -> None:
+        """Learn the local part."""
+
+
+class Exchanging(Protocol):
+    """A Reshard that runs the communication it is given."""
+
+    exchange: Callable[[Tensor], Tensor] | None

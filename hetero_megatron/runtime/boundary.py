@@ -61,9 +61,13 @@ class Boundary:
         copies: list[tuple[Slices, Slices]] = []
         for step in self._steps:
             if isinstance(step, Copy) and step.rank == rank:
-                assert inside is not None and outside is not None, "a copy stays on a rank of both sides"
+                assert inside is not None, "a copy is read on a rank that holds the source"
+                assert outside is not None, "a copy is written on a rank that holds the destination"
                 copies.append(
-                    (local_slices(step.region, full_shape, inside), local_slices(step.region, full_shape, outside))
+                    (
+                        local_slices(step.region, full_shape, inside),
+                        local_slices(step.region, full_shape, outside),
+                    )
                 )
             elif isinstance(step, Transfer) and step.src == rank:
                 sends.setdefault(step.dst, []).append(step.region)
@@ -120,7 +124,9 @@ class Boundary:
             )
 
 
-def _message(peer: int, regions: Sequence[Region], full_shape: Shape, shard: tuple[tuple[int, int], ...] | None) -> _Message:
+def _message(
+    peer: int, regions: Sequence[Region], full_shape: Shape, shard: tuple[tuple[int, int], ...] | None
+) -> _Message:
     assert shard is not None, "a rank sends from, and receives into, a shard of its own"
     slices = tuple(local_slices(region, full_shape, shard) for region in regions)
     return _Message(peer, slices, sum(_numel(tuple(s.stop - s.start for s in part)) for part in slices))
@@ -140,7 +146,9 @@ _CANARY_TYPES = {2: torch.int16, 4: torch.int32}
 
 def _mark(buffer: Tensor) -> None:
     if buffer.device.type == "cpu" and buffer.element_size() in _CANARY_BITS:
-        buffer[-_CANARY_ELEMENTS:].view(_CANARY_TYPES[buffer.element_size()]).fill_(_CANARY_BITS[buffer.element_size()])
+        buffer[-_CANARY_ELEMENTS:].view(_CANARY_TYPES[buffer.element_size()]).fill_(
+            _CANARY_BITS[buffer.element_size()]
+        )
 
 
 def _unwritten(buffer: Tensor) -> int:

@@ -38,7 +38,9 @@ class Exchange:
             self._stages.append(_compile(before, stage, rank, groups, full_shapes))
             before = stage.after
 
-    def run(self, tensors: Tensors, flat: Tensor | None = None, outputs: Tensors | None = None) -> list[Tensor]:
+    def run(
+        self, tensors: Tensors, flat: Tensor | None = None, outputs: Tensors | None = None
+    ) -> list[Tensor]:
         """Exchange `tensors` (local shards by plan.src) and return the shards by plan.dst.
 
         Sums are made in place in the inputs where the layout allows it. `flat` is the one buffer whose
@@ -79,7 +81,9 @@ def _empty(shape: Shape, like: Tensor | None) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
-def _compile(before: Annotation, stage: Stage, rank: int, groups: Groups, shapes: Sequence[Shape]) -> _CompiledStage:
+def _compile(
+    before: Annotation, stage: Stage, rank: int, groups: Groups, shapes: Sequence[Shape]
+) -> _CompiledStage:
     """Regions to slices, for every tensor."""
     inside = [_bounds(before, rank, shape) for shape in shapes]
     outside = [_bounds(stage.after, rank, shape) for shape in shapes]
@@ -114,7 +118,9 @@ def _size(bounds: Bounds) -> Shape:
 
 def local_slices(region: Region, shape: Shape, shard: Bounds) -> Slices:
     """Where `region` of a tensor of full `shape` lies inside the shard with global `shard` bounds."""
-    return tuple(slice(lo - at, hi - at) for (lo, hi), (at, _) in zip(region.bounds(shape), shard, strict=True))
+    return tuple(
+        slice(lo - at, hi - at) for (lo, hi), (at, _) in zip(region.bounds(shape), shard, strict=True)
+    )
 
 
 def _covers(slices: Slices, bounds: Bounds) -> bool:
@@ -137,12 +143,19 @@ def unpack(buffer: Tensor, tensors: Tensors, slices: Sequence[Slices]) -> None:
 
 
 def _collective(
-    step: Collective, rank: int, groups: Groups, shapes: Sequence[Shape], inside: list[Bounds], outside: list[Bounds]
+    step: Collective,
+    rank: int,
+    groups: Groups,
+    shapes: Sequence[Shape],
+    inside: list[Bounds],
+    outside: list[Bounds],
 ) -> Operation:
     group = groups[step.ranks]
     if step.kind == "all_reduce":
         reads = [local_slices(step.region, shape, shard) for shape, shard in zip(shapes, inside, strict=True)]
-        writes = [local_slices(step.region, shape, shard) for shape, shard in zip(shapes, outside, strict=True)]
+        writes = [
+            local_slices(step.region, shape, shard) for shape, shard in zip(shapes, outside, strict=True)
+        ]
         whole = all(_covers(part, shard) for part, shard in zip(reads, inside, strict=True))
         return _all_reduce(group, reads, writes, whole)
     assert step.dim is not None, "reduce_scatter and all_gather have a dim"
@@ -151,15 +164,24 @@ def _collective(
     pieces = [step.piece(member) for member in members]
     me = members.index(rank)
     if step.kind == "reduce_scatter":
-        reads_by = [[local_slices(p, shape, shard) for shape, shard in zip(shapes, inside, strict=True)] for p in pieces]
-        writes = [local_slices(pieces[me], shape, shard) for shape, shard in zip(shapes, outside, strict=True)]
+        reads_by = [
+            [local_slices(p, shape, shard) for shape, shard in zip(shapes, inside, strict=True)]
+            for p in pieces
+        ]
+        writes = [
+            local_slices(pieces[me], shape, shard) for shape, shard in zip(shapes, outside, strict=True)
+        ]
         return _reduce_scatter(group, reads_by, writes, _is_rows(reads_by, inside, writes, outside))
     reads = [local_slices(pieces[me], shape, shard) for shape, shard in zip(shapes, inside, strict=True)]
-    writes_by = [[local_slices(p, shape, shard) for shape, shard in zip(shapes, outside, strict=True)] for p in pieces]
+    writes_by = [
+        [local_slices(p, shape, shard) for shape, shard in zip(shapes, outside, strict=True)] for p in pieces
+    ]
     return _all_gather(group, reads, writes_by, me, _is_rows(writes_by, outside, reads, inside))
 
 
-def _all_reduce(group: dist.ProcessGroup, reads: list[Slices], writes: list[Slices], whole: bool) -> Operation:
+def _all_reduce(
+    group: dist.ProcessGroup, reads: list[Slices], writes: list[Slices], whole: bool
+) -> Operation:
     def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
         if whole and flat is not None:
             dist.all_reduce(flat, group=group)
@@ -234,15 +256,23 @@ def _all_gather(
     return run_rows if rows else run
 
 
-def _is_rows(pieces: list[list[Slices]], whole: list[Bounds], mine: list[Slices], shard: list[Bounds]) -> bool:
+def _is_rows(
+    pieces: list[list[Slices]], whole: list[Bounds], mine: list[Slices], shard: list[Bounds]
+) -> bool:
     """Whether one tensor is just the pieces' rows, equally many each, and the other shard is just one piece."""
-    if len(whole) != 1 or not _covers(mine[0], shard[0]) or len({piece[0][0].stop - piece[0][0].start for piece in pieces}) > 1:
+    if (
+        len(whole) != 1
+        or not _covers(mine[0], shard[0])
+        or len({piece[0][0].stop - piece[0][0].start for piece in pieces}) > 1
+    ):
         return False
     sizes = [hi - lo for lo, hi in whole[0]]
     at = 0
     for piece in pieces:
         rows, *rest = piece[0]
-        if rows.start != at or any((span.start, span.stop) != (0, size) for span, size in zip(rest, sizes[1:], strict=True)):
+        if rows.start != at or any(
+            (span.start, span.stop) != (0, size) for span, size in zip(rest, sizes[1:], strict=True)
+        ):
             return False
         at = rows.stop
     return at == sizes[0]
@@ -257,6 +287,7 @@ def _moves(
     outside: list[Bounds],
 ) -> Operation:
     """Copies and one message per peer, posted together."""
+
     def reads(region: Region) -> list[Slices]:
         return [local_slices(region, shape, shard) for shape, shard in zip(shapes, inside, strict=True)]
 

@@ -70,7 +70,9 @@ def _fork(rendezvous: Rendezvous, main: Callable[[Rendezvous], None]) -> int:
     except KeyboardInterrupt:
         code = 130
     except BaseException:
-        print(f"rank process {rendezvous.index} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        print(
+            f"rank process {rendezvous.index} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True
+        )
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -19,7 +19,13 @@ from hetero_megatron.runtime.agree import agree_on_micro_batches
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.bind import BoundStage
 from hetero_megatron.runtime.clock import KINDS, Clock
-from hetero_megatron.runtime.optimizer import OptimizerSettings, clip_factor, learning_rate, squared_norm, update
+from hetero_megatron.runtime.optimizer import (
+    OptimizerSettings,
+    clip_factor,
+    learning_rate,
+    squared_norm,
+    update,
+)
 from hetero_megatron.runtime.state import ParameterSlot, State
 from hetero_megatron.runtime.sync import GradientSync
 from hetero_megatron.runtime.world import Groups, World
@@ -81,11 +87,13 @@ class Session:
         over all pipelines divided by all valid targets of the step, whatever the micro-batch counts.
 
         Raises:
+            GraphError: a micro-batch's tokens do not divide as the strategy cuts them (A.2).
             RuntimeFailure: ranks of a pipeline disagree on the micro-batches, a gradient is not finite and
                 `skip_nonfinite` is off, or a peer is gone.
         """
         began = time.perf_counter()
         self.clock.reset()
+        self.stage.check_sizes(batches)
         agree_on_micro_batches(self.program, self.world, self.groups, batches)
         self.state.zero_gradient()
         loss_sum = self._run_schedule(batches)
@@ -111,7 +119,9 @@ class Session:
 
     def _finish(self, loss_sum: Tensor, valid: int, began: float, skip_nonfinite: bool) -> StepResult:
         """Agree on the step's numbers, then update everywhere or nowhere."""
-        divisor = self._all_sum(torch.tensor([float(valid)], dtype=torch.float64, device=self.world.device))[0]
+        divisor = self._all_sum(torch.tensor([float(valid)], dtype=torch.float64, device=self.world.device))[
+            0
+        ]
         if self.gradient_hook is not None:
             for slot in self.state.slots:
                 self.gradient_hook(slot, self.state.view(self.state.gradient, slot), divisor)
@@ -130,7 +140,9 @@ class Session:
         elif not (torch.isfinite(torch.tensor(norm)) and torch.isfinite(torch.tensor(loss))):
             skipped = self._blame()
             if not skip_nonfinite:
-                raise RuntimeFailure(f"iteration {self.iteration}: {skipped}; no rank has updated its weights")
+                raise RuntimeFailure(
+                    f"iteration {self.iteration}: {skipped}; no rank has updated its weights"
+                )
         if skipped:
             self.skipped_iterations += 1
         else:
@@ -152,7 +164,12 @@ class Session:
     def _blame(self) -> str:
         """Which rank has a gradient that is not finite, and in which parameter; the same text on every rank."""
         bad = next(
-            (s.name for s in self.state.slots if not torch.isfinite(self.state.view(self.state.gradient, s)).all()), None
+            (
+                s.name
+                for s in self.state.slots
+                if not torch.isfinite(self.state.view(self.state.gradient, s)).all()
+            ),
+            None,
         )
         found: list[str | None] = [None] * len(self.world.ranks)
         if len(self.world.ranks) > 1:
@@ -164,6 +181,13 @@ class Session:
 
     def shards(self) -> dict[str, dict[str, Tensor]]:
         """Local shards by parameter name: `parameter`, FP32 `master`, `gradient`, `exp_avg`, `exp_avg_sq`."""
-        flats = {"master": self.state.master, "gradient": self.state.gradient, "parameter": self.state.compute}
+        flats = {
+            "master": self.state.master,
+            "gradient": self.state.gradient,
+            "parameter": self.state.compute,
+        }
         flats |= self.state.moments
-        return {s.name: {k: self.state.view(flat, s).clone() for k, flat in flats.items()} for s in self.state.slots}
+        return {
+            s.name: {k: self.state.view(flat, s).clone() for k, flat in flats.items()}
+            for s in self.state.slots
+        }

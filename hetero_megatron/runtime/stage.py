@@ -31,10 +31,13 @@ class ShapedExchange:
         self._compiled: dict[Shape, Exchange] = {}
 
     def __call__(self, shard: Tensor) -> Tensor:
+        """The shard in the destination layout."""
         shape = tuple(shard.shape)
         exchange = self._compiled.get(shape)
         if exchange is None:
-            exchange = Exchange(self.plan, self._rank, self._groups, [full_shape(self.plan.src, self._rank, shape)])
+            exchange = Exchange(
+                self.plan, self._rank, self._groups, [full_shape(self.plan.src, self._rank, shape)]
+            )
             self._compiled[shape] = exchange
         return exchange.run([shard])[0]
 
@@ -92,6 +95,7 @@ class EdgeReduce(nn.Module):
         self.exchange = exchange
 
     def forward(self, shard: Tensor) -> Tensor:
+        """The shard itself."""
         return self.exchange(shard)
 
 

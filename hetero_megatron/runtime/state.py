@@ -58,9 +58,7 @@ class Bucket:
         return slice(self.slots[0].offset, last.offset + last.elements)
 
 
-def lay_out(
-    rank: int, parameters: Sequence[tuple[str, Shape, Annotation, CommPlan]]
-) -> tuple[Bucket, ...]:
+def lay_out(rank: int, parameters: Sequence[tuple[str, Shape, Annotation, CommPlan]]) -> tuple[Bucket, ...]:
     """Buckets of a rank's parameters (name, full shape, annotation, gradient plan), in flat-buffer order."""
     by_plan: dict[CommPlan, list[tuple[str, Shape, Annotation]]] = {}
     for name, shape, annotation, plan in parameters:
@@ -70,7 +68,9 @@ def lay_out(
         slots = []
         for name, shape, annotation in members:
             bounds = annotation.region(rank).bounds(shape)
-            slots.append(ParameterSlot(name, shape, annotation, bounds, plan, offset, is_counted(annotation, rank)))
+            slots.append(
+                ParameterSlot(name, shape, annotation, bounds, plan, offset, is_counted(annotation, rank))
+            )
             offset += slots[-1].elements
         buckets.append(Bucket(plan, tuple(slots)))
     return tuple(buckets)
@@ -96,7 +96,9 @@ class State:
         self.gradient = torch.zeros_like(self.master)
         self.moments = {"exp_avg": torch.zeros_like(self.master), "exp_avg_sq": torch.zeros_like(self.master)}
         self.step = 0
-        self.compute = self.master if dtype is torch.float32 else torch.zeros(total, dtype=dtype, device=device)
+        self.compute = (
+            self.master if dtype is torch.float32 else torch.zeros(total, dtype=dtype, device=device)
+        )
         self.parameters = {slot.name: self._parameter(slot) for slot in self.slots}
 
     def view(self, flat: Tensor, slot: ParameterSlot) -> Tensor:

@@ -41,7 +41,9 @@ class World:
             dist.init_process_group(backend, timeout=timeout)
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            store = dist.FileStore(rendezvous.store_path, rendezvous.size)
+            store = dist.FileStore(  # type: ignore[attr-defined]  # public, but not in torch's __all__
+                rendezvous.store_path, rendezvous.size
+            )
             dist.init_process_group(
                 backend, store=store, rank=rendezvous.index, world_size=rendezvous.size, timeout=timeout
             )
@@ -67,7 +69,9 @@ class World:
 class Groups:
     """Process groups by ascending rank tuple; every process creates all of them in the same order."""
 
-    def __init__(self, world: World, needed: Iterable[Sequence[int]], control: Iterable[Sequence[int]] = ()) -> None:
+    def __init__(
+        self, world: World, needed: Iterable[Sequence[int]], control: Iterable[Sequence[int]] = ()
+    ) -> None:
         self.world = world
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._control: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -88,7 +92,9 @@ class Groups:
             if ranks == self.world.ranks:
                 group = dist.group.WORLD
             else:
-                group = dist.new_group([self.world.index(rank) for rank in ranks], group_desc=f"ranks {ranks}")
+                group = dist.new_group(
+                    [self.world.index(rank) for rank in ranks], group_desc=f"ranks {ranks}"
+                )
             if isinstance(group, dist.ProcessGroup):
                 self._groups[ranks] = group
 
@@ -96,7 +102,9 @@ class Groups:
         """The group of these ranks, in whatever order they are named."""
         ranks = tuple(sorted(ranks))
         if ranks not in self._groups:
-            raise RuntimeFailure(f"no process group was created for ranks {ranks}; known: {sorted(self._groups)}")
+            raise RuntimeFailure(
+                f"no process group was created for ranks {ranks}; known: {sorted(self._groups)}"
+            )
         return self._groups[ranks]
 
     def control(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -30,7 +30,7 @@ from tests.distributed.training import (
 )
 
 D0 = sequences(24)
-SGD = OptimizerSettings(name="sgd", lr=0.1)
+SGD = OptimizerSettings(name="sgd", lr=0.02)
 
 
 def one_rank(micro_batches: int, size: int) -> Strategy:

@@ -19,7 +19,10 @@ SHAPES = ((97, 7), (12, 24), (5, 3))
 
 
 def relabel(annotation: Annotation, names: dict[int, int]) -> Annotation:
-    groups = tuple(DeviceGroup(tuple(names.setdefault(rank, len(names)) for rank in group)) for group in annotation.groups)
+    groups = tuple(
+        DeviceGroup(tuple(names.setdefault(rank, len(names)) for rank in group))
+        for group in annotation.groups
+    )
     return Annotation(groups, annotation.states, annotation.hdim)
 
 
@@ -40,9 +43,13 @@ def some_plans(count: int, seed: int) -> list[CommPlan]:
 
 def test_every_kind_of_plan_gives_the_oracles_shards_on_real_processes() -> None:
     plans = some_plans(160, seed=5)
-    needed = {s.ranks for plan in plans for stage in plan.stages for s in stage.steps if isinstance(s, Collective)}
+    needed = {
+        s.ranks for plan in plans for stage in plan.stages for s in stage.steps if isinstance(s, Collective)
+    }
     labels = {operator for plan in plans for operator in plan.operators}
-    assert {"AR", "RS", "AG", "BSR", "SplitAR", "SplitRS", "SplitAG"} <= labels, f"too few kinds drawn: {labels}"
+    assert {"AR", "RS", "AG", "BSR", "SplitAR", "SplitRS", "SplitAG"} <= labels, (
+        f"too few kinds drawn: {labels}"
+    )
 
     def work(world: World) -> list[list[np.ndarray] | None]:
         groups = Groups(world, needed)
@@ -63,7 +70,9 @@ def test_every_kind_of_plan_gives_the_oracles_shards_on_real_processes() -> None
         for place, full in enumerate(tensors(number)):
             wanted = interpret(plan, shard(plan.src, full, number), full.shape)
             for rank in plan.dst.ranks:
-                np.testing.assert_array_equal(results[rank][number][place], wanted[rank], f"plan {number}: {plan}")
+                np.testing.assert_array_equal(
+                    results[rank][number][place], wanted[rank], f"plan {number}: {plan}"
+                )
 
 
 def tensors(number: int) -> list[np.ndarray]:

@@ -1,7 +1,6 @@
 """Every strategy trains exactly the model that one device would (PARITY, DESIGN §8)."""
 
 import pytest
-import torch
 
 from hetero_megatron.strategy import Strategy
 from tests.distributed.training import assert_parity, het3, het4, reference, sequences, stage, strategy, train

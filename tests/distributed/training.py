@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hetero_megatron.graph.trace import trace
 from torch import Tensor
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.data.batch import pack, piece_of
 from hetero_megatron.data.dispatch import deal
+from hetero_megatron.graph.trace import trace
 from hetero_megatron.layers.initial import initial_value, initial_values
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.llama import Llama, build_single_device
@@ -44,7 +44,9 @@ StepData = tuple[Document, ...]
 def sequences(count: int, length: int = 16, vocab: int = 96, seed: int = 0) -> tuple[Document, ...]:
     """D0-like documents: ids 3..vocab-1."""
     generator = torch.Generator().manual_seed(seed)
-    return tuple(tuple(torch.randint(3, vocab, (length,), generator=generator).tolist()) for _ in range(count))
+    return tuple(
+        tuple(torch.randint(3, vocab, (length,), generator=generator).tolist()) for _ in range(count)
+    )
 
 
 def stage(ranks: str, layers: str | None, tp: int = 0) -> Stage:
@@ -60,7 +62,9 @@ def stage(ranks: str, layers: str | None, tp: int = 0) -> Stage:
 
 def strategy(*pipelines: tuple[int, int, Sequence[Stage]], **options: Any) -> Strategy:
     """Pipelines as (micro_batches, micro_batch_size, stages)."""
-    return Strategy(tuple(Pipeline(count, size, tuple(stages)) for count, size, stages in pipelines), **options)
+    return Strategy(
+        tuple(Pipeline(count, size, tuple(stages)) for count, size, stages in pipelines), **options
+    )
 
 
 def het3(count: int = 3, size: int = 2) -> Strategy:
@@ -87,7 +91,9 @@ class Outcome:
     extra: dict[int, Any] = field(default_factory=dict)
 
 
-def micro_batch(documents: Sequence[Document], multiple: int = 1, masks: Mapping[Document, Sequence[int]] | None = None) -> MicroBatch:
+def micro_batch(
+    documents: Sequence[Document], multiple: int = 1, masks: Mapping[Document, Sequence[int]] | None = None
+) -> MicroBatch:
     """Documents packed; `masks` lists target positions to ignore, by document."""
     batch = pack([piece_of(document) for document in documents], multiple)
     if masks:
@@ -105,7 +111,9 @@ def build(model: Llama, plan: Strategy) -> Program:
     return Program.build(trace(model), plan, model.config.facts, cluster)
 
 
-def start(model: Llama, program: Program, world: World, settings: OptimizerSettings, dtype: torch.dtype, seed: int) -> Session:
+def start(
+    model: Llama, program: Program, world: World, settings: OptimizerSettings, dtype: torch.dtype, seed: int
+) -> Session:
     """A Session whose initial values are those of `build_single_device(config, seed)`."""
     specs = initial_values(model)
 
@@ -148,15 +156,20 @@ def train(
     def work(world: World) -> Any:
         session = start(model, program, world, settings, dtype, seed)
         gradients: dict[str, Tensor] = {}
-        session.gradient_hook = lambda slot, gradient, divisor: gradients.update({slot.name: gradient / max(divisor, 1.0)})
+        session.gradient_hook = lambda slot, gradient, divisor: gradients.update(
+            {slot.name: gradient / max(divisor, 1.0)}
+        )
         if prepare:
             prepare(session)
         number, _ = program.pipeline_of(world.rank)
         results = []
         for step, documents in enumerate(steps):
-            dealt = deal(len(documents), [(p.micro_batches, p.micro_batch_size) for p in plan.pipelines])[number]
+            dealt = deal(len(documents), [(p.micro_batches, p.micro_batch_size) for p in plan.pipelines])[
+                number
+            ]
             batches = [
-                micro_batch([documents[row] for row in rows], program.token_multiple(number), masks) for rows in dealt
+                micro_batch([documents[row] for row in rows], program.token_multiple(number), masks)
+                for rows in dealt
             ]
             if batches_of:
                 batches = batches_of(session, step, batches)
@@ -181,7 +194,9 @@ def train(
     return outcome
 
 
-def assemble(program: Program, shards: Mapping[int, Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
+def assemble(
+    program: Program, shards: Mapping[int, Mapping[str, Mapping[str, Tensor]]]
+) -> dict[str, dict[str, Tensor]]:
     """Full tensors from the shards of all ranks; every copy must be bit-equal to the first."""
     full: dict[str, dict[str, Tensor]] = {}
     graph = program.annotated.graph
@@ -195,7 +210,9 @@ def assemble(program: Program, shards: Mapping[int, Mapping[str, Mapping[str, Te
                 part = tuple(slice(lo, hi) for lo, hi in annotation.region(rank).bounds(shape))
                 shard = shards[rank][name][kind].float()
                 known = seen[part]
-                assert torch.equal(tensor[part][known], shard[known]), f"{kind} of {name}: rank {rank} holds another copy"
+                assert torch.equal(tensor[part][known], shard[known]), (
+                    f"{kind} of {name}: rank {rank} holds another copy"
+                )
                 tensor[part] = shard
                 seen[part] = True
             assert seen.all(), f"{kind} of {name}: some element is on no rank"
@@ -219,7 +236,9 @@ def reference(
         prepare(model)
     parameters = dict(model.named_parameters())
     kind = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}[settings.name]
-    options: dict[str, Any] = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps} if settings.name == "adam" else {}
+    options: dict[str, Any] = (
+        {"betas": (settings.beta1, settings.beta2), "eps": settings.eps} if settings.name == "adam" else {}
+    )
     groups = [
         {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters.values() if p.dim() == 1], "weight_decay": 0.0},
@@ -242,7 +261,8 @@ def reference(
         outcome.losses.append(loss.item())
         outcome.norms.append(norm)
         outcome.tensors = {
-            name: {"parameter": p.detach().clone(), "gradient": gradients[name]} for name, p in parameters.items()
+            name: {"parameter": p.detach().clone(), "gradient": gradients[name]}
+            for name, p in parameters.items()
         }
     return outcome
 
@@ -250,15 +270,26 @@ def reference(
 def assert_parity(found: Outcome, wanted: Outcome) -> None:
     """PARITY: losses of every step, gradients of the last step, parameters after it."""
     for step, (loss, expected) in enumerate(zip(found.losses, wanted.losses, strict=True)):
-        assert abs(loss - expected) <= LOSS_RTOL * abs(expected), f"step {step}: loss {loss}, one device has {expected}"
+        assert abs(loss - expected) <= LOSS_RTOL * abs(expected), (
+            f"step {step}: loss {loss}, one device has {expected}"
+        )
     for step, (norm, expected) in enumerate(zip(found.norms, wanted.norms, strict=True)):
-        assert abs(norm - expected) <= RTOL * expected, f"step {step}: grad norm {norm}, one device has {expected}"
+        assert abs(norm - expected) <= RTOL * expected, (
+            f"step {step}: grad norm {norm}, one device has {expected}"
+        )
     assert found.tensors.keys() == wanted.tensors.keys()
     for name, tensors in wanted.tensors.items():
         torch.testing.assert_close(
-            found.tensors[name]["parameter"], tensors["parameter"], rtol=RTOL, atol=ATOL, msg=lambda m, n=name: f"{n}: {m}"
+            found.tensors[name]["parameter"],
+            tensors["parameter"],
+            rtol=RTOL,
+            atol=ATOL,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
         torch.testing.assert_close(
-            found.tensors[name]["gradient"], tensors["gradient"], rtol=RTOL, atol=ATOL, msg=lambda m, n=name: f"gradient of {n}: {m}"
+            found.tensors[name]["gradient"],
+            tensors["gradient"],
+            rtol=RTOL,
+            atol=ATOL,
+            msg=lambda m, n=name: f"gradient of {n}: {m}",
         )
-

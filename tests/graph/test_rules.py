@@ -10,7 +10,7 @@ from hetero_megatron.annotation import DUPLICATE, PARTIAL, Annotation, DeviceGro
 from hetero_megatron.annotation.annotation import Region
 from hetero_megatron.comm import assemble, shard
 from hetero_megatron.errors import AnnotationError, GraphError
-from hetero_megatron.graph import Derived, Signature, derive, without_partial
+from hetero_megatron.graph import Derived, Signature, Symbol, derive, without_partial
 from hetero_megatron.graph.axes import Order
 
 LINEAR = Signature.parse("t i, o i -> t o", linear=True)
@@ -165,6 +165,14 @@ def test_hdim_cannot_cut_two_factors() -> None:
     assert derive(alone, (("g", 2), ("r", 2)), (q,)).output == q
 
 
+def test_tokens_that_must_stay_whole_may_differ_between_subgroups() -> None:
+    rule = Signature.parse("t h -> t h", indivisible=("t",))
+    x = Annotation((DeviceGroup((0,)), DeviceGroup((1,))), (DistributedStates(),) * 2, 0)
+    assert derive(rule, (("t", Symbol("T")),), (x,)).output == x
+    with pytest.raises(GraphError, match=r"hdim \(0,\): tokens must stay whole"):
+        derive(rule, (("t", 8),), (x,))
+
+
 EINSUMS: dict[str, tuple[Signature, str, dict[str, int]]] = {
     "linear": (LINEAR, "ti,oi->to", {"t": 12, "i": 8, "o": 16}),
     "uneven linear": (LINEAR, "ti,oi->to", {"t": 7, "i": 5, "o": 9}),
@@ -181,26 +189,27 @@ def shape_of(dims: Sequence[Sequence[str]], sizes: dict[str, int]) -> tuple[int,
 
 def compute(name: str, operands: Sequence[np.ndarray]) -> np.ndarray:
     """The operator on whole or local operands; local head counts are read off the widths, as layers do."""
-    signature, einsum, sizes = EINSUMS[name]
+    _, einsum, sizes = EINSUMS[name]
     if name == "sum":
         return operands[0] + operands[1]
     if name != "heads":
         return np.einsum(einsum, *operands)
-    q, k = (x.reshape(x.shape[0], -1, sizes["k"]) for x in operands)
-    groups = k.shape[1]
-    q = q.reshape(q.shape[0], groups, -1, sizes["k"])
-    return (q * k[:, :, None]).reshape(operands[0].shape)
+    q, k = split_heads(operands[0], operands[1], sizes["k"])
+    return (q * k).reshape(operands[0].shape)
+
+
+def split_heads(q: np.ndarray, k: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    rows, groups = k.shape[0], k.shape[1] // size
+    return q.reshape(rows, groups, q.shape[1] // k.shape[1], size), k.reshape(rows, groups, 1, size)
 
 
 def gradients(name: str, operands: Sequence[np.ndarray], back: np.ndarray) -> list[np.ndarray]:
-    signature, einsum, sizes = EINSUMS[name]
+    _, einsum, sizes = EINSUMS[name]
     if name == "sum":
         return [back, back]
     if name == "heads":
-        groups = operands[1].shape[1] // sizes["k"]
-        rows = operands[0].shape[0]
-        q, b = (x.reshape(rows, groups, -1, sizes["k"]) for x in (operands[0], back))
-        k = operands[1].reshape(rows, groups, 1, sizes["k"])
+        q, k = split_heads(operands[0], operands[1], sizes["k"])
+        b, _ = split_heads(back, operands[1], sizes["k"])
         return [(b * k).reshape(operands[0].shape), (b * q).sum(2).reshape(operands[1].shape)]
     inputs, output = einsum.split("->")
     first, second = inputs.split(",")
@@ -283,7 +292,7 @@ def check_with_numpy(name: str, operands: list[Annotation], derived: Derived, se
 @pytest.mark.parametrize("name", EINSUMS)
 def test_what_ranks_compute_is_what_the_rules_say(name: str) -> None:
     done = 0
-    for seed in range(600):
+    for seed in range(400):
         operands = random_operands(name, random.Random(f"{name} {seed}"))
         if operands is None:
             continue
