@@ -191,11 +191,12 @@ class BoundStage:
                     operations, finish = boundary.receive(shape, tag, self.dtype)
                     receives += operations
                     landing.append((port, item.micro_batch, finish))
-        if sends or receives:
-            work = dist.batch_isend_irecv(sends + receives)
+        work = dist.batch_isend_irecv(sends + receives) if sends or receives else []
+        if len(work) == len(sends) + len(receives):
             self._sending += work[: len(sends)]
-            for handle in work[len(sends) :]:
-                handle.wait()
+            work = work[len(sends) :]
+        for handle in work:  # NCCL joins a batch into one handle
+            handle.wait()
         for port, number, finish in landing:
             port.ready[number] = finish()
         self.clock.add("bubble" if landing else "communication", at)

@@ -119,17 +119,16 @@ class Session:
 
     def _finish(self, loss_sum: Tensor, valid: int, began: float, skip_nonfinite: bool) -> StepResult:
         """Agree on the step's numbers, then update everywhere or nowhere."""
-        divisor = self._all_sum(torch.tensor([float(valid)], dtype=torch.float64, device=self.world.device))[
-            0
-        ]
+        count = torch.tensor([float(valid)], dtype=torch.float64, device=self.world.device)
         if self.gradient_hook is not None:
+            (divisor,) = self._all_sum(count.clone())
             for slot in self.state.slots:
                 self.gradient_hook(slot, self.state.view(self.state.gradient, slot), divisor)
         at = time.perf_counter()
+        numbers = torch.stack([count[0], loss_sum, squared_norm(self.state)])
         self.clock.add("compute", at)
-        clock = [self.clock.seconds[kind] for kind in KINDS]
-        local = torch.stack([loss_sum, squared_norm(self.state)])
-        loss_total, squares, *shares = self._all_sum(torch.cat([local, local.new_tensor(clock)]))
+        clock = numbers.new_tensor([self.clock.seconds[kind] for kind in KINDS])
+        divisor, loss_total, squares, *shares = self._all_sum(torch.cat([numbers, clock]))
         norm = (squares**0.5) / divisor if divisor else 0.0
         loss = loss_total / divisor if divisor else 0.0
         self.iteration += 1

@@ -60,11 +60,12 @@ class Bucket:
 
 def lay_out(rank: int, parameters: Sequence[tuple[str, Shape, Annotation, CommPlan]]) -> tuple[Bucket, ...]:
     """Buckets of a rank's parameters (name, full shape, annotation, gradient plan), in flat-buffer order."""
-    by_plan: dict[CommPlan, list[tuple[str, Shape, Annotation]]] = {}
+    by_plan: dict[int, tuple[CommPlan, list[tuple[str, Shape, Annotation]]]] = {}
     for name, shape, annotation, plan in parameters:
-        by_plan.setdefault(plan, []).append((name, shape, annotation))
+        # Plans are resolved once per distinct pair of annotations, so the same plan is the same object.
+        by_plan.setdefault(id(plan), (plan, []))[1].append((name, shape, annotation))
     buckets, offset = [], 0
-    for plan, members in by_plan.items():
+    for plan, members in by_plan.values():
         slots = []
         for name, shape, annotation in members:
             bounds = annotation.region(rank).bounds(shape)

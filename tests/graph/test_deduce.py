@@ -108,7 +108,9 @@ def test_token_splits_become_constraints_of_the_ranks_they_concern() -> None:
     assert annotated.constraints(4) == ()
     annotated.check({"T": 16})
     annotated.check({"T": 15}, rank=4)
-    with pytest.raises(GraphError, match="T is 15, but must divide by 2: embedding_out is cut into 2 equal parts"):
+    with pytest.raises(
+        GraphError, match="T is 15, but must divide by 2: embedding_out is cut into 2 equal parts"
+    ):
         annotated.check({"T": 15})
 
 
@@ -150,7 +152,9 @@ def test_a_missing_reshard_between_groups_is_named() -> None:
     graph = tiny.graph(1)
     plan = tiny.plan_for(graph, ((((0, 1), 1),),))
     plan["layers.0.wq.weight"] = Annotation.on((2, 3), {0: 2})
-    with pytest.raises(GraphError, match=r"layers\.0\.wq: operand 1 lives on other device groups .* a Reshard is missing"):
+    with pytest.raises(
+        GraphError, match=r"layers\.0\.wq: operand 1 lives on other device groups .* a Reshard is missing"
+    ):
         deduce(graph, plan)
 
 
@@ -176,7 +180,9 @@ def test_a_plan_with_an_unknown_name_is_refused() -> None:
     graph = tiny.graph(1)
     plan = tiny.plan_for(graph, ((((0,), 1),),))
     plan["layers.0.wo.weigth"] = Annotation.on((0,))
-    with pytest.raises(GraphError, match=r"no leaf or Reshard of the graph; did you mean 'layers\.0\.wo\.weight'"):
+    with pytest.raises(
+        GraphError, match=r"no leaf or Reshard of the graph; did you mean 'layers\.0\.wo\.weight'"
+    ):
         deduce(graph, plan)
 
 
@@ -184,7 +190,9 @@ def test_an_annotation_that_cuts_a_dim_too_many_is_refused() -> None:
     graph = tiny.graph(1)
     plan = tiny.plan_for(graph, ((((0, 1), 1),),))
     plan["layers.0.attention_norm.weight"] = on(2, split1=2)
-    with pytest.raises(GraphError, match=r"layers\.0\.attention_norm\.weight has 1 dims, but its annotation .* cuts dim 1"):
+    with pytest.raises(
+        GraphError, match=r"layers\.0\.attention_norm\.weight has 1 dims, but its annotation .* cuts dim 1"
+    ):
         deduce(graph, plan)
 
 

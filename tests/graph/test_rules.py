@@ -81,7 +81,11 @@ def test_a_loss_over_split_tokens_is_partial() -> None:
 def test_more_ranks_than_kv_heads_cut_query_heads_inside_a_group() -> None:
     derived = derive(ATTENTION, (("g", 2), ("k", 4), ("r", 4)), on(4, {1: 4}, {1: 2, -1: 2}, {1: 2, -1: 2}))
     assert states(derived.output) == ((1, 4),)
-    assert [states(gradient) for gradient in derived.gradients] == [((1, 4),), ((1, 2), (-2, 2)), ((1, 2), (-2, 2))]
+    assert [states(gradient) for gradient in derived.gradients] == [
+        ((1, 4),),
+        ((1, 2), (-2, 2)),
+        ((1, 2), (-2, 2)),
+    ]
 
 
 def test_one_kv_head_is_held_by_all_ranks() -> None:
@@ -145,12 +149,17 @@ def test_what_no_rule_allows_is_refused(
 
 def test_heads_of_unknown_size_cannot_reach_the_head_size() -> None:
     rule = Signature.parse("t (k g) -> t (k g)", indivisible=("k",))
-    with pytest.raises(GraphError, match=r"factor 'g' of unknown size cannot be split|of unknown size cannot be split over TP 2"):
+    with pytest.raises(
+        GraphError,
+        match=r"factor 'g' of unknown size cannot be split|of unknown size cannot be split over TP 2",
+    ):
         derive(rule, (), on(2, {1: 2}))
 
 
 def test_operands_on_other_groups_need_a_reshard() -> None:
-    with pytest.raises(GraphError, match="operand 1 lives on other device groups than operand 0: a Reshard is missing"):
+    with pytest.raises(
+        GraphError, match="operand 1 lives on other device groups than operand 0: a Reshard is missing"
+    ):
         derive(LINEAR, (), (Annotation.on((0,)), Annotation.on((1,))))
 
 
@@ -273,7 +282,9 @@ def check_with_numpy(name: str, operands: list[Annotation], derived: Derived, se
     rng = np.random.default_rng(seed)
     shapes = [shape_of(dims, sizes) for dims in signature.operands]
     whole = [rng.integers(-4, 5, shape).astype(np.float64) for shape in shapes]
-    shards = [shard(a, full, seed + place) for place, (a, full) in enumerate(zip(operands, whole, strict=True))]
+    shards = [
+        shard(a, full, seed + place) for place, (a, full) in enumerate(zip(operands, whole, strict=True))
+    ]
     result = compute(name, whole)
     local = {rank: compute(name, [held[rank] for held in shards]) for rank in derived.output.ranks}
     np.testing.assert_array_equal(assemble(derived.output, local, result.shape), result)
@@ -281,7 +292,9 @@ def check_with_numpy(name: str, operands: list[Annotation], derived: Derived, se
     back = rng.integers(-4, 5, result.shape).astype(np.float64)
     returned = without_partial(derived.output)
     local_back = {
-        rank: gradients(name, [held[rank] for held in shards], back[window(returned.region(rank), result.shape)])
+        rank: gradients(
+            name, [held[rank] for held in shards], back[window(returned.region(rank), result.shape)]
+        )
         for rank in returned.ranks
     }
     for place, expected in enumerate(gradients(name, whole, back)):

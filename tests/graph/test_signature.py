@@ -48,6 +48,8 @@ def test_additive_is_linear() -> None:
         ("t h -> t h", {"divisible": ("t",), "indivisible": ("t",)}, "'t' is both divisible and indivisible"),
     ],
 )
-def test_a_text_that_says_nothing_is_refused(text: str, keywords: dict[str, tuple[str, ...]], message: str) -> None:
+def test_a_text_that_says_nothing_is_refused(
+    text: str, keywords: dict[str, tuple[str, ...]], message: str
+) -> None:
     with pytest.raises(GraphError, match=message):
         Signature.parse(text, **keywords)  # type: ignore[arg-type]  # keywords are tuples of factors here

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from hetero_megatron.annotation import Annotation
+from hetero_megatron.annotation import Annotation, DeviceGroup, DistributedStates
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import GraphError
 from hetero_megatron.graph import (
@@ -86,7 +86,9 @@ def test_states_split_across_pipelines_are_gathered_before_and_scattered_after()
     name = "layers.0.wq.weight"
     plan[f"{name}@state"] = plan[name].replace(hdim=0)
     executable = specialize(deduce(graph, plan), 1)
-    pre, post = ({each.name: each.forward for each in side}[name] for side in (executable.pre, executable.post))
+    pre, post = (
+        {each.name: each.forward for each in side}[name] for side in (executable.pre, executable.post)
+    )
     assert pre is not None
     assert pre.label in ("SplitAG", "AG")
     assert post is not None
@@ -139,15 +141,28 @@ def test_a_value_that_skips_a_stage_without_reshard_is_refused() -> None:
     )
     here, there = Annotation.on((0,)), Annotation.on((1,))
     annotated = deduce(graph, {"x": here, "there": there, "back": here})
-    with pytest.raises(GraphError, match="z is in chunk 1, but its operand y is made in chunk 0 and does not pass a Reshard"):
+    with pytest.raises(
+        GraphError, match="z is in chunk 1, but its operand y is made in chunk 0 and does not pass a Reshard"
+    ):
         specialize(annotated, 0)
 
 
 def test_ranks_joined_by_collectives_stay_in_one_chunk() -> None:
-    """{0} and {1} become {0, 1} by an AllGather: one stage, as in Figure 21."""
-    graph = tiny.graph(1)
-    plan = tiny.plan_for(graph, ((((0, 1), 1),),))
-    assert len(specialize(deduce(graph, plan), 1).chunks) == 1
+    """{0} and {1} hold addends and become {0, 1} by an all-reduce: one stage, as ranks 0 and 3 in Figure 21."""
+    copy = Signature.parse("a -> a", linear=True)
+    graph = Graph(
+        (
+            Node("x", Kind.LEAF, shape=(4,), role="parameter"),
+            Node("joined", Kind.RESHARD, ("x",), shape=(4,)),
+            Node("y", Kind.COMPUTE, ("joined",), copy, (4,)),
+        ),
+        "y",
+    )
+    addends = Annotation((DeviceGroup((0,)), DeviceGroup((1,))), (DistributedStates(),) * 2, -2)
+    annotated = deduce(graph, {"x": addends, "joined": Annotation.on((0, 1), {-1: 2})})
+    (chunk,) = specialize(annotated, 1).chunks
+    assert [node.name for node in chunk.nodes] == ["joined", "y"]
+    assert boundary_reshards(annotated) == ()
 
 
 def test_planning_is_fast() -> None:

@@ -26,7 +26,9 @@ def test_a_split_symbol_without_a_whole_size_is_refused() -> None:
 
 def test_a_constraint_names_the_value_that_is_cut() -> None:
     Constraint("T", 4, "mlp_out").check({"T": 8})
-    with pytest.raises(GraphError, match="T is 10, but must divide by 4: mlp_out is cut into 4 equal parts; pad it to 12"):
+    with pytest.raises(
+        GraphError, match="T is 10, but must divide by 4: mlp_out is cut into 4 equal parts; pad it to 12"
+    ):
         Constraint("T", 4, "mlp_out").check({"T": 10})
 
 

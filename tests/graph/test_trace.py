@@ -32,7 +32,11 @@ def test_leaves_are_inputs_parameters_and_opaque_arguments() -> None:
     graph = tiny.graph(1)
     assert graph.inputs == ("tokens", "targets")
     assert graph.opaque == ("segments",)
-    assert graph.parameters[:3] == ("embedding.weight", "layers.0.attention_norm.weight", "layers.0.wq.weight")
+    assert graph.parameters[:3] == (
+        "embedding.weight",
+        "layers.0.attention_norm.weight",
+        "layers.0.wq.weight",
+    )
     assert graph.reshards[:3] == ("embedding_out", "layers.0.entry", "layers.0.attention_in")
     assert graph.parameter_shape("layers.0.wk.weight") == (8, 32)
 
@@ -128,6 +132,8 @@ class _BadSignature(nn.Module):
         (lambda m, x, s: x + m.n(x), {"n": tiny.RMSNorm(8)}, "n: operands disagree on 'h' .*: D and 8"),
     ],
 )
-def test_what_cannot_be_a_graph_is_refused(function: Any, modules: dict[str, nn.Module], message: str) -> None:
+def test_what_cannot_be_a_graph_is_refused(
+    function: Any, modules: dict[str, nn.Module], message: str
+) -> None:
     with pytest.raises(GraphError, match=message):
         trace(_Forward(function, **modules))

@@ -119,7 +119,9 @@ Pipeline = tuple[tuple[tuple[int, ...], int], ...]
 """(ranks, number of layers) per stage."""
 
 
-def plan_for(traced: Graph, pipelines: tuple[Pipeline, ...], sequence_parallel: bool = True) -> dict[str, Annotation]:
+def plan_for(
+    traced: Graph, pipelines: tuple[Pipeline, ...], sequence_parallel: bool = True
+) -> dict[str, Annotation]:
     """Megatron's tensor and sequence parallelism, stage by stage."""
     plan: dict[str, Annotation] = {}
     for name in (*traced.inputs, *traced.parameters, *traced.reshards):
