@@ -1,6 +1,6 @@
 """From a strategy to an annotation plan: Megatron's tensor-parallel roles by module name (paper §4, C.3)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hetero_megatron.annotation import DUPLICATE, Annotation, AnnotationPlan, DeviceGroup, DistributedStates
 from hetero_megatron.errors import StrategyError
@@ -34,7 +34,8 @@ RESHARD_ROLES: Mapping[str, str] = {
     "final_entry": SEQUENCE,
     "head_in": GATHERED,
 }
-STATE = "@state"
+# The module at which each input enters.
+INPUT_MODULES: Mapping[str, str] = {"tokens": "embedding", "targets": "loss"}
 
 
 def annotate(
@@ -49,21 +50,25 @@ def annotate(
     `parameters`, `reshards` and `inputs` are node names, such as `layers.3.wq.weight`, `layers.3.mlp_in`, `tokens`.
     """
     entries: dict[str, Annotation] = {}
-    tokens_first = {"tokens": True, "targets": False}
+    known: dict[tuple[object, ...], Annotation] = {}
+
+    def entry(name: str, module: str, role: str, hdim: int) -> None:
+        """Layers of one stage repeat: an annotation is made once per stages and role."""
+        stages = tuple(_stage_of(module, pipeline) for pipeline in strategy.pipelines)
+        key = (role, hdim, *map(id, stages))
+        if key not in known:
+            known[key] = _union(
+                stages, [_states(role, stage, facts, strategy.sequence_parallel) for stage in stages], hdim
+            )
+        entries[name] = known[key]
+
     for name in inputs:
-        stages = [p.stages[0] if tokens_first[name] else p.stages[-1] for p in strategy.pipelines]
-        entries[name] = _union(stages, [_copies(stage) for stage in stages], 0)
+        entry(name, INPUT_MODULES[name], GATHERED, 0)
     for name in parameters:
         module = name.rsplit(".", 1)[0]
-        role = _role(module, PARAMETER_ROLES, "parameter")
-        stages = [_stage_of(module, pipeline) for pipeline in strategy.pipelines]
-        entries[name] = _union(stages, [_parameter_states(role, stage, facts) for stage in stages], DUPLICATE)
+        entry(name, module, _role(module, PARAMETER_ROLES, "parameter"), DUPLICATE)
     for name in reshards:
-        role = _role(name, RESHARD_ROLES, "Reshard")
-        stages = [_stage_of(name, pipeline) for pipeline in strategy.pipelines]
-        split = role == SEQUENCE and strategy.sequence_parallel
-        states = [DistributedStates.of({0: s.tensor_parallel_size}) if split else _copies(s) for s in stages]
-        entries[name] = _union(stages, states, 0)
+        entry(name, name, _role(name, RESHARD_ROLES, "Reshard"), 0)
     return AnnotationPlan(entries)
 
 
@@ -84,17 +89,16 @@ def _stage_of(module: str, pipeline: Pipeline) -> Stage:
     return pipeline.stages[0] if module.startswith("embedding") else pipeline.stages[-1]
 
 
-def _copies(stage: Stage) -> DistributedStates:
-    return DistributedStates.of({DUPLICATE: stage.tensor_parallel_size})
-
-
-def _parameter_states(role: str, stage: Stage, facts: ModelFacts) -> DistributedStates:
+def _states(role: str, stage: Stage, facts: ModelFacts, sequence_parallel: bool) -> DistributedStates:
+    """The bottom tier of one stage."""
     tp = stage.tensor_parallel_size
     if role == KV and tp > facts.num_query_groups:
         return DistributedStates.of({0: facts.num_query_groups, DUPLICATE: tp // facts.num_query_groups})
-    return DistributedStates.of({{COLUMN: 0, KV: 0, ROW: 1, WHOLE: DUPLICATE}[role]: tp})
+    if role == SEQUENCE:
+        return DistributedStates.of({0 if sequence_parallel else DUPLICATE: tp})
+    return DistributedStates.of({{COLUMN: 0, KV: 0, ROW: 1, WHOLE: DUPLICATE, GATHERED: DUPLICATE}[role]: tp})
 
 
-def _union(stages: list[Stage], states: list[DistributedStates], hdim: int) -> Annotation:
+def _union(stages: Sequence[Stage], states: Sequence[DistributedStates], hdim: int) -> Annotation:
     groups = tuple(DeviceGroup(stage.ranks) for stage in stages)
     return Annotation(groups, tuple(states), hdim if len(stages) > 1 else DUPLICATE)

@@ -27,7 +27,7 @@ class Attention(Layer):
     """softmax(q k^T / sqrt(K)) v over the earlier tokens of the same document."""
 
     signature: ClassVar[Signature] = Signature.parse(
-        "t (g r k), t (g k), t (g k); segments -> t (g r k)", indivisible=("k",), exact=("g", "r")
+        "t (g r k), t (g k), t (g k); segments -> t (g r k)", indivisible=("t", "k"), exact=("g", "r")
     )
 
     def __init__(self, head_dim: int, borders: PerBatch[Tensor]) -> None:

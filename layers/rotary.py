@@ -40,7 +40,7 @@ class RotaryEmbedding(Layer):
     """Turns the heads of q or k by the position of each token in its document."""
 
     signature: ClassVar[Signature] = Signature.parse(
-        "t (n k); segments -> t (n k)", indivisible=("k",), exact=("n",)
+        "t (n k); segments -> t (n k)", indivisible=("t", "k"), exact=("n",)
     )
 
     def __init__(self, head_dim: int, angles: PerBatch[Angles]) -> None:

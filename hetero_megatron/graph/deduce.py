@@ -70,6 +70,10 @@ def _checked(graph: Graph, plan: Mapping[str, Annotation]) -> dict[str, Annotati
                 f"the annotation plan names {name!r}, which is no leaf or Reshard of the graph{hint}"
             )
         annotation = found[name] = one.setdefault(annotation, annotation)
+        if annotation.has_partial and graph.node(name.removesuffix(STATE)).role is not None:
+            raise GraphError(
+                f"{name} is a leaf, whose values are whole, but its annotation {annotation} is Partial"
+            )
         highest = max((annotation.hdim, *(dim for states in annotation.states for dim, _ in states.order)))
         if highest >= len(shapes[name]):
             raise GraphError(

@@ -44,8 +44,10 @@ def fork_ranks(count: int, main: Callable[[Rendezvous], None], timeout_s: float 
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="hetero-megatron-") as folder:
         store = str(Path(folder) / "store")
-        pids = [_fork(Rendezvous(index, count, store), main) for index in range(count)]
+        pids: list[int] = []
         try:
+            for index in range(count):
+                pids.append(_fork(Rendezvous(index, count, store), main))
             return _reap(pids, timeout_s)
         finally:
             _kill(pids)

@@ -73,6 +73,7 @@ class Groups:
         self, world: World, needed: Iterable[Sequence[int]], control: Iterable[Sequence[int]] = ()
     ) -> None:
         self.world = world
+        self._created: set[tuple[int, ...]] = set()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._control: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.add(needed)
@@ -88,7 +89,9 @@ class Groups:
     def add(self, needed: Iterable[Sequence[int]]) -> None:
         """Create the missing groups; collective over all processes, which pass the same set."""
         wanted = {tuple(sorted(ranks)) for ranks in needed if len(ranks) > 1}
-        for ranks in sorted(wanted - self._groups.keys()):
+        # Groups of other ranks count too: whoever left one out would name the next ones otherwise and hang.
+        for ranks in sorted(wanted - self._created):
+            self._created.add(ranks)
             if ranks == self.world.ranks:
                 group = dist.group.WORLD
             else:
@@ -113,5 +116,5 @@ class Groups:
 
     @property
     def created(self) -> tuple[tuple[int, ...], ...]:
-        """The rank tuples that have a group, sorted."""
-        return tuple(sorted(self._groups))
+        """The rank tuples that have a group, sorted; the same on every rank, members or not."""
+        return tuple(sorted(self._created))

@@ -5,28 +5,28 @@ SGD, because Adam divides a wrong scale out of the update again (and blows up ro
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from hetero_megatron.runtime.optimizer import OptimizerSettings
-from hetero_megatron.runtime.session import Session
 from hetero_megatron.strategy import Strategy
 from tests.distributed.training import (
     LOSS_RTOL,
     T0,
     Document,
-    Outcome,
     StepData,
     assert_parity,
     het4,
     reference,
     sequences,
+    snapshot,
     stage,
     strategy,
     train,
+    without_step,
+    zero_head,
 )
 
 D0 = sequences(24)
@@ -128,27 +128,20 @@ def test_a_fully_masked_step_changes_nothing_and_the_next_one_trains() -> None:
     steps = [D0[0:4], D0[4:8], D0[8:12]]
     masks = leaving({document: 0 for document in D0[4:8]})
     kept: list[list[Tensor]] = []
-
-    def keep(session: Session, step: int) -> None:
-        state = session.state
-        kept.append([state.master.clone(), *(m.clone() for m in state.moments.values()), torch.tensor(state.step)])
-
-    found = train(het4(), steps, masks=masks, before_step=keep, collect=lambda session: kept)
+    found = train(
+        het4(),
+        steps,
+        masks=masks,
+        settings=SGD,
+        before_step=lambda session, step: kept.append(snapshot(session)),
+        collect=lambda session: kept,
+    )
     nothing = found.results[1]
     assert (nothing.loss, nothing.grad_norm, nothing.valid_tokens) == (0.0, 0.0, 0)
     assert nothing.skipped == "0 tokens: nothing to predict in this step"
     for rank, (_, before, after) in found.extra.items():
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), f"rank {rank}: the step left traces"
-    assert_parity(without_step(found, 1), reference([steps[0], steps[2]]))
-
-
-def without_step(found: Outcome, step: int) -> Outcome:
-    """An Outcome in which `step` is not listed."""
-
-    def rest(values: list[float]) -> list[float]:
-        return [value for at, value in enumerate(values) if at != step]
-
-    return replace(found, losses=rest(found.losses), norms=rest(found.norms))
+    assert_parity(without_step(found, 1), reference([steps[0], steps[2]], settings=SGD))
 
 
 # An average that adds on gloo: gradients grow with the number of replicas (O-22).
@@ -175,11 +168,3 @@ def test_a_zero_head_gives_the_logarithm_of_the_vocabulary(plan: Strategy) -> No
     found = train(plan, [D0[:4]], prepare=zero_head)
     assert found.losses[0] == pytest.approx(4.564348, abs=1e-6)
     assert found.losses[0] == pytest.approx(math.log(T0.vocab_size), abs=1e-6)
-
-
-def zero_head(session: Session) -> None:
-    """All logits 0, on every rank that holds a part of the head."""
-    for slot in session.state.slots:
-        if slot.name == "head.weight":
-            session.state.view(session.state.master, slot).zero_()
-    session.state.refresh()

@@ -4,7 +4,7 @@ T0 is the tiny model of the cases: 43,296 parameters. D0 are 24 sequences of 16 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -133,6 +133,20 @@ def alter_gradients(session: Session, change: Callable[[ParameterSlot, Tensor, f
             collect(slot, gradient, divisor)
 
     session.gradient_hook = hook
+
+
+def zero_head(session: Session) -> None:
+    """All logits 0, on every rank that holds a part of the head: the loss is then ln(vocabulary)."""
+    for slot in session.state.slots:
+        if slot.name == "head.weight":
+            session.state.view(session.state.master, slot).zero_()
+    session.state.refresh()
+
+
+def snapshot(session: Session) -> list[Tensor]:
+    """Copies of all that an update changes on this rank: master weights, moments, step count."""
+    state = session.state
+    return [state.master.clone(), *(m.clone() for m in state.moments.values()), torch.tensor(state.step)]
 
 
 def train(
@@ -265,6 +279,12 @@ def reference(
             for name, p in parameters.items()
         }
     return outcome
+
+
+def without_step(found: Outcome, step: int) -> Outcome:
+    """`found` with the losses and norms of `step` (from 0) left out."""
+    losses, norms = ([v for at, v in enumerate(values) if at != step] for values in (found.losses, found.norms))
+    return replace(found, losses=losses, norms=norms)
 
 
 def assert_parity(found: Outcome, wanted: Outcome) -> None:

@@ -186,6 +186,17 @@ def test_a_plan_with_an_unknown_name_is_refused() -> None:
         deduce(graph, plan)
 
 
+def test_a_partial_leaf_is_refused() -> None:
+    graph = tiny.graph(1)
+    plan = tiny.plan_for(graph, ((((0, 1), 1),),))
+    plan["head.weight@state"] = on(2, partial=2)
+    with pytest.raises(
+        GraphError,
+        match=r"head\.weight@state is a leaf, whose values are whole, but its annotation .* is Partial",
+    ):
+        deduce(graph, plan)
+
+
 def test_an_annotation_that_cuts_a_dim_too_many_is_refused() -> None:
     graph = tiny.graph(1)
     plan = tiny.plan_for(graph, ((((0, 1), 1),),))

@@ -130,7 +130,7 @@ def test_subgroups_with_different_tp_are_deduced_on_their_own() -> None:
         (Signature.parse("t v -> t", reduced=("v",)), (), on(8, {1: 2, 0: 2, -1: 2}), "Duplicate along two separate axes"),
         (ATTENTION, (("g", 2), ("r", 4)), on(4, {1: 4}, {1: 4}, {1: 4}),
          r"2 kv heads \(num_query_groups\) cannot be split over TP 4: split them over 2 and hold 2 copies"),
-        (ATTENTION, (("g", 2), ("r", 4)), on(3, {1: 3}, {-1: 3}, {-1: 3}), "8 heads cannot be split over TP 3: the parts must divide 8"),
+        (ATTENTION, (("g", 2), ("r", 4)), on(3, {1: 3}, {-1: 3}, {-1: 3}), "8 heads cannot be split over TP 3: the parts"),
         (ATTENTION, (("g", 2), ("r", 4)), on(4, {1: 4}, {-1: 2, 1: 2}, {-1: 2, 1: 2}), "disagree on factor 'g'"),
         (ATTENTION, (("g", 2), ("r", 4)), on(4, {1: 4}, {-1: 4}, {-1: 4}), "disagree on factor 'g'"),
         (Signature.parse("t (n k) -> t (n k)", indivisible=("k", "n")), (), on(2, {1: 2}), "head size must stay whole"),
@@ -151,7 +151,7 @@ def test_heads_of_unknown_size_cannot_reach_the_head_size() -> None:
     rule = Signature.parse("t (k g) -> t (k g)", indivisible=("k",))
     with pytest.raises(
         GraphError,
-        match=r"factor 'g' of unknown size cannot be split|of unknown size cannot be split over TP 2",
+        match=r"of unknown size cannot be split over TP 2",
     ):
         derive(rule, (), on(2, {1: 2}))
 
@@ -242,7 +242,7 @@ def merged(axes: Sequence[tuple[int, int]]) -> dict[int, int] | None:
             return None
         else:
             order.append([dim, parts])
-    return {dim: parts for dim, parts in order}
+    return {each[0]: each[1] for each in order}
 
 
 def random_operands(name: str, rng: random.Random) -> list[Annotation] | None:

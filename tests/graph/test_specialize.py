@@ -149,19 +149,21 @@ def test_a_value_that_skips_a_stage_without_reshard_is_refused() -> None:
 
 def test_ranks_joined_by_collectives_stay_in_one_chunk() -> None:
     """{0} and {1} hold addends and become {0, 1} by an all-reduce: one stage, as ranks 0 and 3 in Figure 21."""
-    copy = Signature.parse("a -> a", linear=True)
+    copy, total = Signature.parse("a -> a", linear=True), Signature.parse("a b -> a", linear=True)
     graph = Graph(
         (
-            Node("x", Kind.LEAF, shape=(4,), role="parameter"),
-            Node("joined", Kind.RESHARD, ("x",), shape=(4,)),
+            Node("x", Kind.LEAF, shape=(4, 2), role="parameter"),
+            Node("sum", Kind.COMPUTE, ("x",), total, (4,)),
+            Node("joined", Kind.RESHARD, ("sum",), shape=(4,)),
             Node("y", Kind.COMPUTE, ("joined",), copy, (4,)),
         ),
         "y",
     )
-    addends = Annotation((DeviceGroup((0,)), DeviceGroup((1,))), (DistributedStates(),) * 2, -2)
-    annotated = deduce(graph, {"x": addends, "joined": Annotation.on((0, 1), {-1: 2})})
+    columns = Annotation((DeviceGroup((0,)), DeviceGroup((1,))), (DistributedStates(),) * 2, 1)
+    annotated = deduce(graph, {"x": columns, "joined": Annotation.on((0, 1), {-1: 2})})
+    assert annotated.values["sum"].hdim == -2
     (chunk,) = specialize(annotated, 1).chunks
-    assert [node.name for node in chunk.nodes] == ["joined", "y"]
+    assert [node.name for node in chunk.nodes] == ["sum", "joined", "y"]
     assert boundary_reshards(annotated) == ()
 
 
