@@ -28,7 +28,7 @@ from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe, load_recipe
 from hetero_megatron.report import RunProgress, RunSummary, log_line, short_strategy, strategy_table
 from hetero_megatron.runtime.batch import MicroBatch
-from hetero_megatron.runtime.launch import Rendezvous, fork_ranks, use_batch_scheduling
+from hetero_megatron.runtime.launch import Rendezvous, end_at_once, fork_ranks, use_batch_scheduling
 from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.session import Session, StepResult
 from hetero_megatron.runtime.state import ParameterSlot
@@ -111,7 +111,8 @@ def _device_type(program: Program) -> str:
     kind = program.cluster.kind(program.strategy.ranks[0]).name
     if kind == "cpu":
         return "cpu"
-    if not torch.cuda.is_available():
+    # Counting asks the driver; is_available() starts CUDA in this process, and then no forked rank could use it.
+    if not torch.cuda.device_count():
         raise StrategyError(
             f"cluster: the recipe is for {kind} devices and this machine has no GPU that torch can use; "
             "`explain` and `switch` work without one, and a recipe without `cluster` runs on this machine's CPU"
@@ -198,11 +199,12 @@ def pretrain_under_launcher(run: Run, local_index: int) -> None:
     if run.device == "cpu":
         torch.set_num_threads(1)
         use_batch_scheduling()
-    world = World.join(None, run.program.strategy.ranks, _device(run.device, local_index))
-    if world.rank == world.ranks[0]:
-        Console().print(strategy_table(run.program.strategy))
-    train_rank(run, world)
-    world.leave()
+    with end_at_once(local_index):
+        world = World.join(None, run.program.strategy.ranks, _device(run.device, local_index))
+        if world.rank == world.ranks[0]:
+            Console().print(strategy_table(run.program.strategy))
+        train_rank(run, world)
+        world.leave()
 
 
 def _device(kind: str, index: int) -> torch.device:

@@ -17,7 +17,7 @@ from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.binding import Bindable, Binding, Exchanging
 from hetero_megatron.runtime.boundary import Boundary
 from hetero_megatron.runtime.clock import Clock
-from hetero_megatron.runtime.exchange import Shape
+from hetero_megatron.runtime.slices import Shape
 from hetero_megatron.runtime.stage import EdgeReduce, StageRun, bind_reshard, generate
 from hetero_megatron.runtime.state import State, lay_out
 from hetero_megatron.runtime.world import Groups, World

@@ -15,7 +15,7 @@ from torch import Tensor
 from hetero_megatron.annotation import Region
 from hetero_megatron.comm.steps import Collective, CommPlan, Copy, Transfer
 from hetero_megatron.errors import RuntimeFailure
-from hetero_megatron.runtime.exchange import Shape, Slices, local_slices, pack, unpack
+from hetero_megatron.runtime.slices import Shape, Slices, local_slices, pack, unpack
 from hetero_megatron.runtime.world import World
 
 _CANARY_ELEMENTS = 1024

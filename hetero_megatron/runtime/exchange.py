@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetero_megatron.annotation import Annotation, Region
+from hetero_megatron.annotation import Annotation
 from hetero_megatron.annotation.region import Bounds
 from hetero_megatron.comm.steps import Collective, CommPlan, Copy, Stage, Transfer
+from hetero_megatron.runtime.slices import Shape, Slices, Tensors, count, covers, located, pack, unpack
 from hetero_megatron.runtime.world import Groups
 
-Shape = tuple[int, ...]
-Slices = tuple[slice, ...]
-Tensors = Sequence[Tensor]
 Operation = Callable[[Tensors, Tensors, Tensor | None], None]
 
 
@@ -116,32 +114,6 @@ def _size(bounds: Bounds) -> Shape:
     return tuple(hi - lo for lo, hi in bounds)
 
 
-def local_slices(region: Region, shape: Shape, shard: Bounds) -> Slices:
-    """Where `region` of a tensor of full `shape` lies inside the shard with global `shard` bounds."""
-    return tuple(
-        slice(lo - at, hi - at) for (lo, hi), (at, _) in zip(region.bounds(shape), shard, strict=True)
-    )
-
-
-def _covers(slices: Slices, bounds: Bounds) -> bool:
-    return all(s.start == 0 and s.stop == hi - lo for s, (lo, hi) in zip(slices, bounds, strict=True))
-
-
-def pack(tensors: Tensors, slices: Sequence[Slices]) -> Tensor:
-    """The slices of the tensors, flat and one after the other; no copy when it is one contiguous tensor."""
-    parts = [tensor[part].reshape(-1) for tensor, part in zip(tensors, slices, strict=True)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def unpack(buffer: Tensor, tensors: Tensors, slices: Sequence[Slices]) -> None:
-    """The inverse of `pack`."""
-    at = 0
-    for tensor, part in zip(tensors, slices, strict=True):
-        target = tensor[part]
-        target.copy_(buffer[at : at + target.numel()].view(target.shape))
-        at += target.numel()
-
-
 def _collective(
     step: Collective,
     rank: int,
@@ -152,11 +124,9 @@ def _collective(
 ) -> Operation:
     group = groups[step.ranks]
     if step.kind == "all_reduce":
-        reads = [local_slices(step.region, shape, shard) for shape, shard in zip(shapes, inside, strict=True)]
-        writes = [
-            local_slices(step.region, shape, shard) for shape, shard in zip(shapes, outside, strict=True)
-        ]
-        whole = all(_covers(part, shard) for part, shard in zip(reads, inside, strict=True))
+        reads = located(step.region, shapes, inside)
+        writes = located(step.region, shapes, outside)
+        whole = all(covers(part, shard) for part, shard in zip(reads, inside, strict=True))
         return _all_reduce(group, reads, writes, whole)
     assert step.dim is not None, "reduce_scatter and all_gather have a dim"
     # torch.distributed numbers a group's members by ascending rank, the plan in its own order.
@@ -164,18 +134,11 @@ def _collective(
     pieces = [step.piece(member) for member in members]
     me = members.index(rank)
     if step.kind == "reduce_scatter":
-        reads_by = [
-            [local_slices(p, shape, shard) for shape, shard in zip(shapes, inside, strict=True)]
-            for p in pieces
-        ]
-        writes = [
-            local_slices(pieces[me], shape, shard) for shape, shard in zip(shapes, outside, strict=True)
-        ]
+        reads_by = [located(p, shapes, inside) for p in pieces]
+        writes = located(pieces[me], shapes, outside)
         return _reduce_scatter(group, reads_by, writes, _is_rows(reads_by, inside, writes, outside))
-    reads = [local_slices(pieces[me], shape, shard) for shape, shard in zip(shapes, inside, strict=True)]
-    writes_by = [
-        [local_slices(p, shape, shard) for shape, shard in zip(shapes, outside, strict=True)] for p in pieces
-    ]
+    reads = located(pieces[me], shapes, inside)
+    writes_by = [located(p, shapes, outside) for p in pieces]
     return _all_gather(group, reads, writes_by, me, _is_rows(writes_by, outside, reads, inside))
 
 
@@ -196,20 +159,10 @@ def _all_reduce(
     return run
 
 
-def _count(slices: Sequence[Slices]) -> int:
-    total = 0
-    for part in slices:
-        size = 1
-        for span in part:
-            size *= span.stop - span.start
-        total += size
-    return total
-
-
 def _reduce_scatter(
     group: dist.ProcessGroup, reads_by: list[list[Slices]], writes: list[Slices], rows: bool
 ) -> Operation:
-    counts = [_count(reads) for reads in reads_by]
+    counts = [count(reads) for reads in reads_by]
     longest = max(counts)
 
     def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
@@ -234,7 +187,7 @@ def _reduce_scatter(
 def _all_gather(
     group: dist.ProcessGroup, reads: list[Slices], writes_by: list[list[Slices]], me: int, rows: bool
 ) -> Operation:
-    counts = [_count(writes) for writes in writes_by]
+    counts = [count(writes) for writes in writes_by]
     longest = max(counts)
 
     def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
@@ -262,7 +215,7 @@ def _is_rows(
     """Whether one tensor is just the pieces' rows, equally many each, and the other shard is just one piece."""
     if (
         len(whole) != 1
-        or not _covers(mine[0], shard[0])
+        or not covers(mine[0], shard[0])
         or len({piece[0][0].stop - piece[0][0].start for piece in pieces}) > 1
     ):
         return False
@@ -287,26 +240,30 @@ def _moves(
     outside: list[Bounds],
 ) -> Operation:
     """Copies and one message per peer, posted together."""
-
-    def reads(region: Region) -> list[Slices]:
-        return [local_slices(region, shape, shard) for shape, shard in zip(shapes, inside, strict=True)]
-
-    def writes(region: Region) -> list[Slices]:
-        return [local_slices(region, shape, shard) for shape, shard in zip(shapes, outside, strict=True)]
-
-    copies = [(reads(s.region), writes(s.region)) for s in steps if isinstance(s, Copy)]
-    transfers = [s for s in steps if isinstance(s, Transfer)]
-    sends = [(groups.world.index(s.dst), reads(s.region)) for s in transfers if s.src == rank]
-    receives = [(groups.world.index(s.src), writes(s.region)) for s in transfers if s.dst == rank]
+    copies = [
+        (located(step.region, shapes, inside), located(step.region, shapes, outside))
+        for step in steps
+        if isinstance(step, Copy)
+    ]
+    sends: dict[int, list[Slices]] = {}
+    receives: dict[int, list[Slices]] = {}
+    for step in steps:
+        if isinstance(step, Transfer) and step.src == rank:
+            sends.setdefault(groups.world.index(step.dst), []).extend(located(step.region, shapes, inside))
+        elif isinstance(step, Transfer):
+            receives.setdefault(groups.world.index(step.src), []).extend(
+                located(step.region, shapes, outside)
+            )
 
     def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
         del flat
         posted: list[dist.P2POp] = []
         landed: list[tuple[Tensor, list[Slices]]] = []
-        for peer, slices in sends:
-            posted.append(dist.P2POp(dist.isend, pack(inputs, slices).contiguous(), peer))
-        for peer, slices in receives:
-            buffer = outputs[0].new_empty(_count(slices))
+        for peer, slices in sends.items():
+            message = pack(_repeated(inputs, slices), slices).contiguous()
+            posted.append(dist.P2POp(dist.isend, message, peer))
+        for peer, slices in receives.items():
+            buffer = outputs[0].new_empty(count(slices))
             landed.append((buffer, slices))
             posted.append(dist.P2POp(dist.irecv, buffer, peer))
         work = dist.batch_isend_irecv(posted) if posted else []
@@ -317,6 +274,11 @@ def _moves(
         for handle in work:
             handle.wait()
         for buffer, slices in landed:
-            unpack(buffer, outputs, slices)
+            unpack(buffer, _repeated(outputs, slices), slices)
 
     return run
+
+
+def _repeated(tensors: Tensors, slices: list[Slices]) -> list[Tensor]:
+    """The tensors again and again: a message holds, region after region, a slice of each."""
+    return list(tensors) * (len(slices) // len(tensors))

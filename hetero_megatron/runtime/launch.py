@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,20 +65,33 @@ def _fork(rendezvous: Rendezvous, main: Callable[[Rendezvous], None]) -> int:
         if os.getppid() != parent:
             os._exit(1)
         use_batch_scheduling()
-        main(rendezvous)
-        code = 0
-    except HeteroError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        code = 130
-    except BaseException:
-        print(
-            f"rank process {rendezvous.index} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True
-        )
-    finally:
+        with end_at_once(rendezvous.index):
+            main(rendezvous)
         sys.stdout.flush()
-        sys.stderr.flush()
+        code = 0
+    finally:
         os._exit(code)
+
+
+@contextlib.contextmanager
+def end_at_once(index: int) -> Iterator[None]:
+    """Whatever fails inside is reported and ends this process: 1, or 130 when it was interrupted.
+
+    An ordinary exit would wait for messages that are under way to or from a peer that waits as well, for ever,
+    and whoever started the ranks would not learn that one has failed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        try:
+            if isinstance(error, HeteroError):
+                print(f"error: {error}", file=sys.stderr)
+            elif not isinstance(error, KeyboardInterrupt):
+                print(f"rank process {index} failed:\n{traceback.format_exc()}", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def use_batch_scheduling() -> None:

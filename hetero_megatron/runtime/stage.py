@@ -13,7 +13,8 @@ from hetero_megatron.annotation import Annotation
 from hetero_megatron.comm.steps import CommPlan
 from hetero_megatron.graph.nodes import Node
 from hetero_megatron.runtime.batch import MicroBatch
-from hetero_megatron.runtime.exchange import Exchange, Shape
+from hetero_megatron.runtime.exchange import Exchange
+from hetero_megatron.runtime.slices import Shape
 from hetero_megatron.runtime.world import Groups
 
 INPUTS: Mapping[str, Callable[[MicroBatch], Any]] = {

@@ -23,6 +23,7 @@ class World:
     ranks: tuple[int, ...]
     device: torch.device
     control: dist.ProcessGroup
+    timeout: datetime.timedelta
 
     @staticmethod
     def join(
@@ -41,9 +42,7 @@ class World:
             dist.init_process_group(backend, timeout=timeout)
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            store = dist.FileStore(  # type: ignore[attr-defined]  # public, but not in torch's __all__
-                rendezvous.store_path, rendezvous.size
-            )
+            store = dist.FileStore(rendezvous.store_path, rendezvous.size)
             dist.init_process_group(
                 backend, store=store, rank=rendezvous.index, world_size=rendezvous.size, timeout=timeout
             )
@@ -55,7 +54,11 @@ class World:
         group = dist.group.WORLD
         assert group is not None, "init_process_group leaves a default group"
         control = group if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-        return World(ordered[dist.get_rank()], ordered, device, control)
+        if backend == "nccl":
+            # NCCL connects all ranks at a group's first operation. That must not be the first send between two
+            # stages: the ranks of other pipelines take no part in it, and the step would hang.
+            dist.all_reduce(torch.zeros(1, device=device))
+        return World(ordered[dist.get_rank()], ordered, device, control, timeout)
 
     def index(self, rank: int) -> int:
         """The torch.distributed index of `rank`."""
@@ -82,7 +85,7 @@ class Groups:
             self._control = self._groups
         else:
             for ranks in sorted({tuple(sorted(ranks)) for ranks in control if len(ranks) > 1}):
-                group = dist.new_group([world.index(rank) for rank in ranks], backend="gloo")
+                group = self._new(ranks, "gloo")
                 if isinstance(group, dist.ProcessGroup):
                     self._control[ranks] = group
 
@@ -95,23 +98,41 @@ class Groups:
             if ranks == self.world.ranks:
                 group = dist.group.WORLD
             else:
-                group = dist.new_group(
-                    [self.world.index(rank) for rank in ranks], group_desc=f"ranks {ranks}"
-                )
+                group = self._new(ranks, None)
             if isinstance(group, dist.ProcessGroup):
                 self._groups[ranks] = group
 
+    def _new(self, ranks: tuple[int, ...], backend: str | None) -> object:
+        """Without a time-out of its own, a new group would wait for 10 or 30 minutes, whatever the world does."""
+        members = [self.world.index(rank) for rank in ranks]
+        return dist.new_group(
+            members, timeout=self.world.timeout, backend=backend, group_desc=f"ranks {ranks}"
+        )
+
     def __getitem__(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """The group of these ranks, in whatever order they are named."""
+        """The group of these ranks, in whatever order they are named.
+
+        Raises:
+            RuntimeFailure: there is none, or this process is no member.
+        """
         ranks = tuple(sorted(ranks))
         if ranks not in self._groups:
             raise RuntimeFailure(
-                f"no process group was created for ranks {ranks}; known: {sorted(self._groups)}"
+                f"rank {self.world.rank} is in no process group of ranks {ranks}; its groups: {sorted(self._groups)}"
             )
         return self._groups[ranks]
 
-    def control(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group for host-side messages between `ranks`."""
+    def control(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group for host-side messages between `ranks`.
+
+        Raises:
+            RuntimeFailure: there is none, or this process is no member.
+        """
+        ranks = tuple(sorted(ranks))
+        if ranks not in self._control:
+            raise RuntimeFailure(
+                f"rank {self.world.rank} is in no control group of ranks {ranks}; its groups: {sorted(self._control)}"
+            )
         return self._control[ranks]
 
     @property

@@ -14,7 +14,7 @@ from hetero_megatron.runtime.session import Session
 from hetero_megatron.runtime.state import ParameterSlot
 from hetero_megatron.runtime.world import World
 from hetero_megatron.strategy import Strategy
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import RanksFailed, run_ranks
 from tests.distributed.training import (
     ADAM,
     T0,
@@ -76,9 +76,6 @@ def test_fresh_shards_layers_and_seeds_differ() -> None:
 
 # One rank sees NaN, others do not: some skip and some update, or the check comes after the update (O-62).
 
-Change = Callable[[ParameterSlot, Tensor, float], None]
-
-
 def at_step_two(rank: int, name: str, value: float) -> Callable[[Session], None]:
     """A `prepare`: one gradient entry of `name` becomes `value`, on `rank` alone, in the second step alone."""
 
@@ -130,24 +127,72 @@ def test_a_bad_gradient_on_one_rank_makes_all_ranks_skip(rank: int, name: str, v
 
 def test_a_nan_in_the_forward_of_one_pipeline_makes_all_ranks_skip() -> None:
     """A weight that is NaN during the step: NaN loss, and NaN gradients on every rank once they are summed."""
-
-    def final_norm(session: Session) -> Tensor:
-        return next(p for n, p in session.state.parameters.items() if n == "final_norm.weight").data
+    spared: list[float] = []
 
     def poison(session: Session, step: int) -> None:
         if session.world.rank == 3 and step == 1:
-            final_norm(session)[5] = math.nan
+            weight = session.state.parameters["final_norm.weight"].data
+            spared.append(weight[5].item())
+            weight[5] = math.nan
 
-    def heal(session: Session) -> None:
-        def change(slot: ParameterSlot, gradient: Tensor, divisor: float) -> None:
-            if session.world.rank == 3 and session.iteration == 1:
-                final_norm(session)[5] = kept[0]
+    def prepare(session: Session) -> None:
+        def heal(slot: ParameterSlot, gradient: Tensor, divisor: float) -> None:
+            if spared:
+                session.state.parameters["final_norm.weight"].data[5] = spared.pop()
 
-        kept = [float(final_norm(session)[5])] if session.world.rank == 3 else []
-        alter_gradients(session, change)
+        alter_gradients(session, heal)
 
-    result = skipped_step(heal_after_first(heal), poison)
+    result = skipped_step(prepare, poison)
     assert result.skipped.startswith("gradient not finite on rank 0 (")
     assert all(f"rank {rank} (" in result.skipped for rank in range(4))
     assert math.isnan(result.loss)
     assert math.isnan(result.grad_norm)
+
+
+def test_a_nan_loss_with_finite_gradients_makes_all_ranks_skip() -> None:
+    def prepare(session: Session) -> None:
+        plain = session.stage.compute
+
+        def compute(*arguments: Any) -> Tensor | None:
+            loss = plain(*arguments)
+            spoilt = session.world.rank == 3 and session.iteration == 1 and loss is not None
+            return loss * math.nan if spoilt else loss
+
+        session.stage.compute = compute
+
+    result = skipped_step(prepare)
+    assert result.skipped == "the loss is not finite"
+    assert math.isnan(result.loss)
+    assert math.isfinite(result.grad_norm)
+
+
+def test_stopping_on_a_bad_gradient_raises_the_same_on_all_ranks() -> None:
+    plan, model = het4(), Llama(T0)
+    program = build(model, plan)
+
+    def work(world: World) -> tuple[str, bool]:
+        session = start(model, program, world, ADAM, torch.float32, 7)
+        at_step_two(1, "layers.0.wq.weight", math.nan)(session)
+        rows = (0, 1, 2) if world.rank < 3 else (3,)
+        batches = [[micro_batch([step[row]], program.token_multiple(0)) for row in rows] for step in STEPS]
+        session.step(batches[0], skip_nonfinite=False)
+        before = snapshot(session)
+        with pytest.raises(RuntimeFailure) as caught:
+            session.step(batches[1], skip_nonfinite=False)
+        untouched = all(torch.equal(a, b) for a, b in zip(before, snapshot(session), strict=True))
+        return str(caught.value), untouched
+
+    words = "iteration 2: gradient not finite on rank 1 (layers.0.wq.weight); no rank has updated its weights"
+    assert run_ranks(plan.ranks, work, timeout_s=30) == dict.fromkeys(range(4), (words, True))
+
+
+def test_stopping_on_a_bad_gradient_ends_the_whole_job() -> None:
+    def stop(session: Session, step: int) -> None:
+        plain = session.step
+        session.step = lambda batches: plain(batches, skip_nonfinite=False)  # type: ignore[method-assign]
+
+    with pytest.raises(RanksFailed) as caught:
+        train(
+            het4(), STEPS, prepare=at_step_two(3, "head.weight", math.inf), before_step=stop, timeout_s=30
+        )
+    assert caught.value.code == 1
