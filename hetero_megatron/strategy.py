@@ -82,8 +82,11 @@ class Strategy:
         """
         if not self.pipelines:
             raise StrategyError("the strategy has no pipeline")
-        if self.zero not in (0, 1):
-            raise StrategyError(f"zero is {self.zero}: 0 (off) and 1 (optimizer states sharded) exist")
+        if self.zero != 0:
+            raise StrategyError(
+                f"zero is {self.zero}: optimizer states are not sharded yet, and a setting that does nothing would "
+                "mislead; use zero 0"
+            )
         for number, pipeline in enumerate(self.pipelines):
             _check_pipeline(number, pipeline, facts)
         self._check_ranks(tuple(cluster_ranks))

@@ -111,7 +111,7 @@ def _device_type(program: Program) -> str:
     kind = program.cluster.kind(program.strategy.ranks[0]).name
     if kind == "cpu":
         return "cpu"
-    # Counting asks the driver; is_available() starts CUDA in this process, and then no forked rank could use it.
+    # is_available() starts CUDA in this process, after which no forked rank could use it; counting does not.
     if not torch.cuda.device_count():
         raise StrategyError(
             f"cluster: the recipe is for {kind} devices and this machine has no GPU that torch can use; "

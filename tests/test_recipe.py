@@ -92,12 +92,12 @@ def test_overrides_are_dotted_and_read_as_yaml() -> None:
     assert recipe.training.lr == 1e-3
     assert recipe.training.clip_grad is None
     assert recipe.make_config().hidden_size == 256
-    assert recipe.make_config().num_layers == PRESETS["llama_tiny"].num_layers
+    assert recipe.make_config().num_attention_heads == PRESETS["llama_tiny"].num_attention_heads
     assert recipe.output.folder == "elsewhere"
 
 
 def test_a_model_may_be_written_out() -> None:
-    sizes = "num_layers: 8, hidden_size: 64, ffn_hidden_size: 96, num_attention_heads: 4, num_query_groups: 4"
+    sizes = "num_layers: 4, hidden_size: 64, ffn_hidden_size: 96, num_attention_heads: 4, num_query_groups: 4"
     config = load_recipe(QUICKSTART, [f"model={{{sizes}, vocab_size: 300}}"]).make_config()
     assert (config.hidden_size, config.vocab_size) == (64, 300)
 
@@ -109,11 +109,11 @@ def test_the_homogeneous_shorthand_spells_out_equal_pipelines() -> None:
         [(0, 1), (2, 3), (4, 5)],
         [(6, 7), (8, 9), (10, 11)],
     ]
-    assert [stage.layers for stage in pipelines[1].stages] == [(0, 2), (3, 5), (6, 7)]
+    assert [stage.layers for stage in pipelines[1].stages] == [(0, 1), (2, 2), (3, 3)]
 
 
 def test_a_stage_without_layers_holds_only_the_head() -> None:
-    changes = ["strategy.pipelines.0.stages.0.layers=0-7", "strategy.pipelines.0.stages.1.layers="]
+    changes = ["strategy.pipelines.0.stages.0.layers=0-3", "strategy.pipelines.0.stages.1.layers="]
     assert load_recipe(QUICKSTART, changes).make_strategy().pipelines[0].stages[1].layers is None
 
 
@@ -205,7 +205,7 @@ def test_the_nearest_name_looks_at_letters_and_parts() -> None:
         ("strategy={tp: 2}", "FILE: strategy: write pipelines, or dp, tp and pp together with micro_batches"),
         (
             "strategy={pp: 9, micro_batches: 1}",
-            "FILE: strategy.pp: 9 stages for 8 layers; each stage needs a layer",
+            "FILE: strategy.pp: 9 stages for 4 layers; each stage needs a layer",
         ),
         ("strategy.zero=1.0", "FILE: strategy.zero: 1 is a fractional number, a whole number is needed"),
         (

@@ -1,6 +1,7 @@
 """One rank's part of a Program made executable: shards, bound layers, generated code, stage boundaries (paper §6.2)."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -18,7 +19,7 @@ from hetero_megatron.runtime.binding import Bindable, Binding, Exchanging
 from hetero_megatron.runtime.boundary import Boundary
 from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.slices import Shape
-from hetero_megatron.runtime.stage import EdgeReduce, StageRun, bind_reshard, generate
+from hetero_megatron.runtime.stage import EdgeReduce, Reshards, StageRun, generate
 from hetero_megatron.runtime.state import State, lay_out
 from hetero_megatron.runtime.world import Groups, World
 
@@ -58,7 +59,9 @@ class BoundStage:
         self._runs = [self._run(chunk, modules, edges) for chunk in executable.chunks]
         self._inputs = [self._ports(executable, chunk.inputs) for chunk in executable.chunks]
         self._outputs = [self._ports(executable, chunk.outputs) for chunk in executable.chunks]
-        self._sending: list[dist.Work] = []
+        number, _ = program.pipeline_of(world.rank)
+        self._most_sending = 2 * len(program.pipelines[number])
+        self._sending: deque[list[dist.Work]] = deque()
 
     def _cut_parameters(self, executable: ExecutableGraph, modules: Mapping[str, nn.Module]) -> State:
         graph, plan = self._program.annotated.graph, self._program.plan
@@ -74,22 +77,20 @@ class BoundStage:
         self, executable: ExecutableGraph, modules: Mapping[str, nn.Module]
     ) -> dict[tuple[str, int], nn.Module]:
         """Put communication into the Reshards and places into the layers; returns what stands on reduced edges."""
-        rank = self.world.rank
-        reshards = {reshard.name: reshard for reshard in executable.reshards}
+        plans = {reshard.name: reshard for reshard in executable.reshards}
+        reshards = Reshards(self.world.rank, self._groups)
         for node in (node for chunk in executable.chunks for node in chunk.nodes if node.module):
             module = modules[node.module]
             if node.kind is Kind.RESHARD:
-                bound = reshards[node.name]
-                if bound.forward or bound.backward:
-                    cast(Exchanging, module).exchange = bind_reshard(
-                        bound.forward, bound.backward, rank, self._groups
-                    )
+                bound = plans[node.name]
+                cast(Exchanging, module).exchange = reshards.bind(bound.forward, bound.backward)
             else:
                 cast(Bindable, module).bind(self._binding(node))
-        return {
-            (edge.consumer, edge.operand): EdgeReduce(bind_reshard(None, edge.backward, rank, self._groups))
-            for edge in executable.edges
-        }
+        edges: dict[tuple[str, int], nn.Module] = {}
+        for edge in executable.edges:
+            if (exchange := reshards.bind(None, edge.backward)) is not None:
+                edges[edge.consumer, edge.operand] = EdgeReduce(exchange)
+        return edges
 
     def _binding(self, node: Node) -> Binding:
         bounds, shapes = {}, {}
@@ -192,22 +193,28 @@ class BoundStage:
                     receives += operations
                     landing.append((port, item.micro_batch, finish))
         work = dist.batch_isend_irecv(sends + receives) if sends or receives else []
-        if len(work) == len(sends) + len(receives):
-            self._sending += work[: len(sends)]
+        if sends and len(work) == len(sends) + len(receives):
+            self._sending.append(work[: len(sends)])
             work = work[len(sends) :]
-        for handle in work:  # NCCL joins a batch into one handle
-            handle.wait()
+        _wait(work)  # NCCL joins a batch into one handle
         for port, number, finish in landing:
             port.ready[number] = finish()
+        # What was sent a pipeline's depth ago has been answered in 1F1B: waiting for it only frees its buffer.
+        while len(self._sending) > self._most_sending:
+            _wait(self._sending.popleft())
         self.clock.add("bubble" if landing else "communication", at)
 
     def drain(self) -> None:
         """Wait until everything that was sent has left."""
         at = time.perf_counter()
-        for handle in self._sending:
-            handle.wait()
-        self._sending.clear()
+        while self._sending:
+            _wait(self._sending.popleft())
         self.clock.add("communication", at)
+
+
+def _wait(handles: Sequence[dist.Work]) -> None:
+    for handle in handles:
+        handle.wait()
 
 
 def _reducer(group: dist.ProcessGroup) -> Callable[[Tensor, str], Tensor]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetero_megatron.annotation import Region
-from hetero_megatron.comm.steps import Collective, CommPlan, Copy, Transfer
+from hetero_megatron.comm.steps import Collective, CommPlan, Copy
 from hetero_megatron.errors import RuntimeFailure
 from hetero_megatron.runtime.slices import Shape, Slices, local_slices, pack, unpack
 from hetero_megatron.runtime.world import World
@@ -34,8 +34,12 @@ class _Side:
 
     sends: tuple[_Message, ...]
     receives: tuple[_Message, ...]
-    copies: tuple[tuple[Slices, Slices], ...]
     local_shape: Shape
+
+    @property
+    def is_one_piece(self) -> bool:
+        """Whether all of the local shard arrives in one message, in its own order."""
+        return len(self.receives) == 1 and len(self.receives[0].slices) == 1
 
 
 class Boundary:
@@ -58,25 +62,16 @@ class Boundary:
         outside = plan.dst.region(rank).bounds(full_shape) if plan.dst.subgroup_of(rank) is not None else None
         sends: dict[int, list[Region]] = {}
         receives: dict[int, list[Region]] = {}
-        copies: list[tuple[Slices, Slices]] = []
         for step in self._steps:
-            if isinstance(step, Copy) and step.rank == rank:
-                assert inside is not None, "a copy is read on a rank that holds the source"
-                assert outside is not None, "a copy is written on a rank that holds the destination"
-                copies.append(
-                    (
-                        local_slices(step.region, full_shape, inside),
-                        local_slices(step.region, full_shape, outside),
-                    )
-                )
-            elif isinstance(step, Transfer) and step.src == rank:
+            if isinstance(step, Copy):
+                assert step.rank != rank, f"{self.name}: rank {rank} stands on both sides of a boundary"
+            elif step.src == rank:
                 sends.setdefault(step.dst, []).append(step.region)
-            elif isinstance(step, Transfer) and step.dst == rank:
+            elif step.dst == rank:
                 receives.setdefault(step.src, []).append(step.region)
         return _Side(
             tuple(_message(peer, regions, full_shape, inside) for peer, regions in sorted(sends.items())),
             tuple(_message(peer, regions, full_shape, outside) for peer, regions in sorted(receives.items())),
-            tuple(copies),
             tuple(hi - lo for lo, hi in outside) if outside is not None else (),
         )
 
@@ -105,7 +100,7 @@ class Boundary:
         def finish() -> Tensor:
             for message, buffer in zip(side.receives, buffers, strict=True):
                 self._check_size(message, buffer)
-            if len(buffers) == 1 and side.receives[0].elements == _numel(side.local_shape):
+            if side.is_one_piece:
                 return buffers[0].view(side.local_shape)
             shard = torch.empty(side.local_shape, dtype=dtype, device=device)
             for message, buffer in zip(side.receives, buffers, strict=True):
@@ -118,9 +113,10 @@ class Boundary:
         """A message that was cut leaves the marked end of the buffer untouched."""
         missing = _unwritten(buffer)
         if missing:
+            at_most = "at most " if missing == _CANARY_ELEMENTS < message.elements else ""
             raise RuntimeFailure(
                 f"{self.name}: rank {self.world.rank} expected {message.elements} elements from rank {message.peer}, "
-                f"which sent {message.elements - missing}; the two sides disagree on the size"
+                f"which sent {at_most}{message.elements - missing}; the two sides disagree on the size"
             )
 
 

@@ -77,8 +77,8 @@ def _fork(rendezvous: Rendezvous, main: Callable[[Rendezvous], None]) -> int:
 def end_at_once(index: int) -> Iterator[None]:
     """Whatever fails inside is reported and ends this process: 1, or 130 when it was interrupted.
 
-    An ordinary exit would wait for messages that are under way to or from a peer that waits as well, for ever,
-    and whoever started the ranks would not learn that one has failed.
+    An ordinary exit waits for ever for a message that is under way between this process and a peer, and
+    whoever started the ranks would not learn that one has failed.
     """
     try:
         yield

@@ -107,9 +107,15 @@ def _decay_groups(state: State, weight_decay: float) -> tuple[tuple[float, list[
 
 
 def squared_norm(state: State) -> Tensor:
-    """Sum of squares of the gradient elements that this rank counts, FP64."""
-    parts = [state.view(state.gradient, slot) for slot in state.slots if slot.counted]
-    if not parts:
+    """Sum of squares of the gradient elements that this rank counts, FP64.
+
+    Not finite when any local element is not: copies that another rank counts weigh 0, and 0 x inf is nan.
+    """
+    if not state.slots:
         return torch.zeros((), dtype=torch.float64, device=state.device)
+    parts = [state.view(state.gradient, slot) for slot in state.slots]
+    weights = torch.tensor(
+        [float(slot.counted) for slot in state.slots], dtype=torch.float64, device=state.device
+    )
     norms = torch.stack(torch._foreach_norm(parts)).double()
-    return (norms * norms).sum()
+    return (norms * norms * weights).sum()

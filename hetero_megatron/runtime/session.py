@@ -176,7 +176,9 @@ class Session:
         else:
             found = [bad]
         names = [f"rank {rank} ({name})" for rank, name in zip(self.world.ranks, found, strict=True) if name]
-        return "gradient not finite on " + ", ".join(names) if names else "the loss is not finite"
+        if names:
+            return "gradient not finite on " + ", ".join(names)
+        return "the loss is not finite, or the gradient norm is beyond FP32, though every gradient element is finite"
 
     def shards(self) -> dict[str, dict[str, Tensor]]:
         """Local shards by parameter name: `parameter`, FP32 `master`, `gradient`, `exp_avg`, `exp_avg_sq`."""

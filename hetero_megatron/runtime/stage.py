@@ -4,13 +4,14 @@ A chunk is code-generated once: interpreting it node by node costs up to half as
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from hetero_megatron.annotation import Annotation
-from hetero_megatron.comm.steps import CommPlan
+from hetero_megatron.comm.steps import CommPlan, Copy
 from hetero_megatron.graph.nodes import Node
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.exchange import Exchange
@@ -25,22 +26,18 @@ INPUTS: Mapping[str, Callable[[MicroBatch], Any]] = {
 
 
 class ShapedExchange:
-    """An activation Reshard that stays inside its group: one compiled Exchange per shape seen."""
+    """An activation Reshard that stays inside its group: one compiled Exchange per shape seen lately."""
 
     def __init__(self, plan: CommPlan, rank: int, groups: Groups) -> None:
         self.plan, self._rank, self._groups = plan, rank, groups
-        self._compiled: dict[Shape, Exchange] = {}
+        self._exchange = lru_cache(maxsize=256)(self._compile)
+
+    def _compile(self, shape: Shape) -> Exchange:
+        return Exchange(self.plan, self._rank, self._groups, [full_shape(self.plan.src, self._rank, shape)])
 
     def __call__(self, shard: Tensor) -> Tensor:
         """The shard in the destination layout."""
-        shape = tuple(shard.shape)
-        exchange = self._compiled.get(shape)
-        if exchange is None:
-            exchange = Exchange(
-                self.plan, self._rank, self._groups, [full_shape(self.plan.src, self._rank, shape)]
-            )
-            self._compiled[shape] = exchange
-        return exchange.run([shard])[0]
+        return self._exchange(tuple(shard.shape)).run([shard])[0]
 
 
 def full_shape(annotation: Annotation, rank: int, shape: Shape) -> Shape:
@@ -74,18 +71,41 @@ class _Reshard(torch.autograd.Function):
         return gradient, None, None
 
 
-def bind_reshard(
-    forward: CommPlan | None, backward: CommPlan | None, rank: int, groups: Groups
-) -> Callable[[Tensor], Tensor]:
-    """The function that a Reshard inside a group runs."""
-    ahead = ShapedExchange(forward, rank, groups) if forward else None
-    back = ShapedExchange(backward, rank, groups) if backward else None
+class Reshards:
+    """Binds the Reshards of one rank; those with the same plan share what is compiled for it."""
 
-    def exchange(shard: Tensor) -> Tensor:
-        result: Tensor = _Reshard.apply(shard, ahead, back)
-        return result
+    def __init__(self, rank: int, groups: Groups) -> None:
+        self._rank, self._groups = rank, groups
+        self._by_plan: dict[int, ShapedExchange] = {}
 
-    return exchange
+    def bind(self, forward: CommPlan | None, backward: CommPlan | None) -> Callable[[Tensor], Tensor] | None:
+        """The function that a Reshard inside a group runs; None where this rank only keeps what it has."""
+        ahead, back = self._shaped(forward), self._shaped(backward)
+        if ahead is None and back is None:
+            return None
+
+        def exchange(shard: Tensor) -> Tensor:
+            result: Tensor = _Reshard.apply(shard, ahead, back)
+            return result
+
+        return exchange
+
+    def _shaped(self, plan: CommPlan | None) -> ShapedExchange | None:
+        if plan is None or is_kept(plan, self._rank):
+            return None
+        # Plans are resolved once per pair of annotations, so the same plan is the same object.
+        if id(plan) not in self._by_plan:
+            self._by_plan[id(plan)] = ShapedExchange(plan, self._rank, self._groups)
+        return self._by_plan[id(plan)]
+
+
+def is_kept(plan: CommPlan, rank: int) -> bool:
+    """Whether `rank` ends with the shard it began with, as a TP1 pipeline does where another one gathers."""
+    region = plan.src.region(rank)
+    return all(
+        stage.after.region(rank) == region and all(isinstance(step, Copy) for step in stage.steps)
+        for stage in plan.for_rank(rank)
+    )
 
 
 class EdgeReduce(nn.Module):

@@ -55,8 +55,8 @@ class World:
         assert group is not None, "init_process_group leaves a default group"
         control = group if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         if backend == "nccl":
-            # NCCL connects all ranks at a group's first operation. That must not be the first send between two
-            # stages: the ranks of other pipelines take no part in it, and the step would hang.
+            # NCCL connects all ranks at a group's first operation. That must not be a send between two
+            # stages: the ranks of other pipelines take no part in it, and the first step would hang.
             dist.all_reduce(torch.zeros(1, device=device))
         return World(ordered[dist.get_rank()], ordered, device, control, timeout)
 
@@ -95,18 +95,17 @@ class Groups:
         # Groups of other ranks count too: whoever left one out would name the next ones otherwise and hang.
         for ranks in sorted(wanted - self._created):
             self._created.add(ranks)
-            if ranks == self.world.ranks:
-                group = dist.group.WORLD
-            else:
-                group = self._new(ranks, None)
+            group = dist.group.WORLD if ranks == self.world.ranks else self._new(ranks)
             if isinstance(group, dist.ProcessGroup):
                 self._groups[ranks] = group
 
-    def _new(self, ranks: tuple[int, ...], backend: str | None) -> object:
-        """Without a time-out of its own, a new group would wait for 10 or 30 minutes, whatever the world does."""
-        members = [self.world.index(rank) for rank in ranks]
+    def _new(self, ranks: tuple[int, ...], backend: str | None = None) -> object:
+        """A group with the world's time-out; its own default would be 10 or 30 minutes."""
         return dist.new_group(
-            members, timeout=self.world.timeout, backend=backend, group_desc=f"ranks {ranks}"
+            [self.world.index(rank) for rank in ranks],
+            timeout=self.world.timeout,
+            backend=backend,
+            group_desc=f"ranks {ranks}",
         )
 
     def __getitem__(self, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -118,7 +117,8 @@ class Groups:
         ranks = tuple(sorted(ranks))
         if ranks not in self._groups:
             raise RuntimeFailure(
-                f"rank {self.world.rank} is in no process group of ranks {ranks}; its groups: {sorted(self._groups)}"
+                f"rank {self.world.rank} is in no process group of ranks {ranks}; "
+                f"it is in {sorted(self._groups)}"
             )
         return self._groups[ranks]
 
@@ -131,7 +131,8 @@ class Groups:
         ranks = tuple(sorted(ranks))
         if ranks not in self._control:
             raise RuntimeFailure(
-                f"rank {self.world.rank} is in no control group of ranks {ranks}; its groups: {sorted(self._control)}"
+                f"rank {self.world.rank} is in no control group of ranks {ranks}; "
+                f"it is in {sorted(self._control)}"
             )
         return self._control[ranks]
 

@@ -1,4 +1,4 @@
-"""The random start does not depend on the layout; all ranks decide together about gradients that are not finite."""
+"""The random start depends on no layout; all ranks decide together about gradients that are not finite."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from hetero_megatron.models.llama import Llama, build_single_device
 from hetero_megatron.runtime.session import Session
 from hetero_megatron.runtime.state import ParameterSlot
 from hetero_megatron.runtime.world import World
-from hetero_megatron.strategy import Strategy
 from tests.distributed.ranks import RanksFailed, run_ranks
 from tests.distributed.training import (
     ADAM,
@@ -70,14 +69,16 @@ def test_fresh_shards_layers_and_seeds_differ() -> None:
             assert not any(torch.equal(tensors["parameter"], other) for other in others), name
     other_seed = train(FRESH["TP2"], [], seed=8)
     assert not torch.equal(
-        found.tensors["layers.0.wq.weight"]["parameter"], other_seed.tensors["layers.0.wq.weight"]["parameter"]
+        found.tensors["layers.0.wq.weight"]["parameter"],
+        other_seed.tensors["layers.0.wq.weight"]["parameter"],
     )
 
 
 # One rank sees NaN, others do not: some skip and some update, or the check comes after the update (O-62).
 
+
 def at_step_two(rank: int, name: str, value: float) -> Callable[[Session], None]:
-    """A `prepare`: one gradient entry of `name` becomes `value`, on `rank` alone, in the second step alone."""
+    """A `prepare`: an entry of the gradient of `name` becomes `value`, on `rank` alone, in step 2 alone."""
 
     def prepare(session: Session) -> None:
         def change(slot: ParameterSlot, gradient: Tensor, divisor: float) -> None:
@@ -89,8 +90,10 @@ def at_step_two(rank: int, name: str, value: float) -> Callable[[Session], None]
     return prepare
 
 
-def skipped_step(prepare: Callable[[Session], None], before_step: Callable[[Session, int], None] | None = None) -> Any:
-    """Three steps on HET4, the second one bad; its result, once it has left no trace and the third step fits."""
+def skipped_step(
+    prepare: Callable[[Session], None], before_step: Callable[[Session, int], None] | None = None
+) -> Any:
+    """Three steps on HET4, the second one bad; its result, after checks that it left no trace."""
     kept: list[list[Tensor]] = []
 
     def keep(session: Session, step: int) -> None:
@@ -98,9 +101,13 @@ def skipped_step(prepare: Callable[[Session], None], before_step: Callable[[Sess
         if before_step:
             before_step(session, step)
 
-    found = train(het4(), STEPS, prepare=prepare, before_step=keep, collect=lambda s: (kept, s.skipped_iterations))
+    found = train(
+        het4(), STEPS, prepare=prepare, before_step=keep, collect=lambda s: (kept, s.skipped_iterations)
+    )
     for rank, ((_, before, after), skipped) in found.extra.items():
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), f"rank {rank}: the step left traces"
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
+            f"rank {rank}: the step left traces"
+        )
         assert skipped == 1, f"rank {rank}"
     assert [bool(result.skipped) for result in found.results] == [False, True, False]
     assert_parity(without_step(found, 1), reference([STEPS[0], STEPS[2]]))
@@ -126,7 +133,7 @@ def test_a_bad_gradient_on_one_rank_makes_all_ranks_skip(rank: int, name: str, v
 
 
 def test_a_nan_in_the_forward_of_one_pipeline_makes_all_ranks_skip() -> None:
-    """A weight that is NaN during the step: NaN loss, and NaN gradients on every rank once they are summed."""
+    """A weight is NaN during the step: NaN loss, and NaN gradients on every rank once they are summed."""
     spared: list[float] = []
 
     def poison(session: Session, step: int) -> None:
@@ -186,13 +193,14 @@ def test_stopping_on_a_bad_gradient_raises_the_same_on_all_ranks() -> None:
     assert run_ranks(plan.ranks, work, timeout_s=30) == dict.fromkeys(range(4), (words, True))
 
 
-def test_stopping_on_a_bad_gradient_ends_the_whole_job() -> None:
-    def stop(session: Session, step: int) -> None:
+def test_stopping_on_a_bad_gradient_ends_the_whole_job(capfd: pytest.CaptureFixture[str]) -> None:
+    def prepare(session: Session) -> None:
+        at_step_two(3, "head.weight", math.inf)(session)
         plain = session.step
         session.step = lambda batches: plain(batches, skip_nonfinite=False)  # type: ignore[method-assign]
 
     with pytest.raises(RanksFailed) as caught:
-        train(
-            het4(), STEPS, prepare=at_step_two(3, "head.weight", math.inf), before_step=stop, timeout_s=30
-        )
+        train(het4(), STEPS, prepare=prepare, timeout_s=30)
     assert caught.value.code == 1
+    words = "error: iteration 2: gradient not finite on rank 3 (head.weight); no rank has updated its weights"
+    assert capfd.readouterr().err.count(words) == 4, "every rank says why it ends"

@@ -1,6 +1,7 @@
 """Scale of loss and gradient: every valid target of a step weighs the same, wherever and with whom it runs.
 
-SGD, because Adam divides a wrong scale out of the update again (and blows up rounding where few targets are left).
+SGD, because Adam divides a wrong scale out of the update again,
+and blows up rounding where few targets are left.
 """
 
 import math
@@ -44,7 +45,9 @@ def leaving(valid: Mapping[Document, int]) -> dict[Document, Sequence[int]]:
 
 def mean_of_means(*parts: tuple[StepData, Mapping[Document, Sequence[int]]]) -> float:
     """The wrong loss: every part averaged by itself, then the averages averaged."""
-    return sum(reference([documents], masks=masks, settings=SGD).losses[0] for documents, masks in parts) / len(parts)
+    return sum(
+        reference([documents], masks=masks, settings=SGD).losses[0] for documents, masks in parts
+    ) / len(parts)
 
 
 # Mean of micro-batch means: short micro-batches weigh too much (O-16).
@@ -126,7 +129,7 @@ def test_fully_masked_micro_batches_and_pipelines_count_for_nothing(masked: tupl
 
 def test_a_fully_masked_step_changes_nothing_and_the_next_one_trains() -> None:
     steps = [D0[0:4], D0[4:8], D0[8:12]]
-    masks = leaving({document: 0 for document in D0[4:8]})
+    masks = leaving(dict.fromkeys(D0[4:8], 0))
     kept: list[list[Tensor]] = []
     found = train(
         het4(),
@@ -140,7 +143,9 @@ def test_a_fully_masked_step_changes_nothing_and_the_next_one_trains() -> None:
     assert (nothing.loss, nothing.grad_norm, nothing.valid_tokens) == (0.0, 0.0, 0)
     assert nothing.skipped == "0 tokens: nothing to predict in this step"
     for rank, (_, before, after) in found.extra.items():
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), f"rank {rank}: the step left traces"
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
+            f"rank {rank}: the step left traces"
+        )
     assert_parity(without_step(found, 1), reference([steps[0], steps[2]], settings=SGD))
 
 

@@ -1,8 +1,8 @@
 """Global gradient norm and clipping: every element counts once, and one factor is applied everywhere.
 
-Just before the norm is taken all gradients are overwritten with one value, so that the norm follows from the number
-of distinct parameters alone: sqrt(43,296) = 208.0769 for ones. `train` compares all copies that ranks hold, so a
-statement about the full tensors is one about every rank.
+Just before the norm is taken all gradients are overwritten with one value, so that the norm follows from the
+number of distinct parameters alone: sqrt(43,296) = 208.0769 for ones. `train` compares all copies that ranks
+hold, so a statement about the full tensors is one about every rank.
 """
 
 from collections.abc import Callable
@@ -102,9 +102,7 @@ def test_the_stabiliser_of_clipping_is_added_once_to_the_global_norm(plan: Strat
         session.state.master.zero_()  # so that steps of 1e-9 are not rounded away
         all_gradients(value)(session)
 
-    found = train(
-        plan, STEP, settings=OptimizerSettings(name="sgd", lr=1.0, clip_grad=1e-6), prepare=prepare
-    )
+    found = train(plan, STEP, settings=OptimizerSettings(name="sgd", lr=1.0, clip_grad=1e-6), prepare=prepare)
     assert found.norms[0] == pytest.approx(3e-6, rel=1e-5)
     for name, tensors in found.tensors.items():
         factor = -tensors["parameter"] / value

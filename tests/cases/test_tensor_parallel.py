@@ -44,7 +44,7 @@ ODD_LAYOUTS = {"TP2": tensor_parallel(2), "TP4": tensor_parallel(4), "HET4": het
 def test_an_uneven_vocabulary_trains_twenty_steps_like_one_device(name: str) -> None:
     documents = sequences(80, vocab=97)
     steps = [documents[at : at + 4] for at in range(0, 80, 4)]
-    # SGD: with Adam, FP32 rounding alone moves the norm by 2e-3 within 20 steps, in one process against FP64 too.
+    # SGD: with Adam, FP32 rounding alone moves the norm by 2e-3 within 20 steps (one process against FP64).
     settings = OptimizerSettings(name="sgd", lr=0.3, clip_grad=1.0)
     assert any(96 in document for step in steps for document in step), "the last id takes part"
     found = train(ODD_LAYOUTS[name], steps, config=ODD_VOCABULARY, settings=settings)
@@ -73,7 +73,9 @@ def test_two_kv_heads_on_four_ranks_are_copied(sequence_parallel: bool) -> None:
     assert_parity(found, reference(STEPS))
     kv_size = T0.kv_size
     for shards in found.shards.values():
-        assert shards["layers.0.wk.weight"]["parameter"].shape == (kv_size // 2, T0.hidden_size), "one kv head each"
+        assert shards["layers.0.wk.weight"]["parameter"].shape == (kv_size // 2, T0.hidden_size), (
+            "one kv head each"
+        )
 
 
 WIDE = replace(T0, num_attention_heads=6, hidden_size=48)
@@ -82,12 +84,20 @@ WIDE = replace(T0, num_attention_heads=6, hidden_size=48)
 @pytest.mark.parametrize(
     ("config", "degree", "words"),
     [
-        (T0, 3, r"pipeline 0 stage 0: 4 attention heads \(2 kv heads\) cannot be split over TP 3; TP must divide 4"),
-        (WIDE, 4, r"pipeline 0 stage 0: 6 attention heads \(2 kv heads\) cannot be split over TP 4; TP must divide 6"),
+        (
+            T0,
+            3,
+            r"stage 0: 4 attention heads \(2 kv heads\) cannot be split over TP 3; TP must divide 4",
+        ),
+        (
+            WIDE,
+            4,
+            r"stage 0: 6 attention heads \(2 kv heads\) cannot be split over TP 4; TP must divide 6",
+        ),
         (
             replace(WIDE, num_query_groups=3),
             2,
-            "pipeline 0 stage 0: 3 kv heads cannot be split or copied over TP 2; one of the two must divide the other",
+            "stage 0: 3 kv heads cannot be split or copied over TP 2; one of the two must divide the other",
         ),
     ],
     ids=["4 heads, TP3", "6 heads, TP4", "3 kv heads, TP2"],
@@ -106,13 +116,17 @@ ONE_KV_HEAD = replace(T0, num_query_groups=1)
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("degree", [2, 4])
-def test_a_shared_kv_head_gets_the_gradient_of_all_its_query_heads(degree: int, sequence_parallel: bool) -> None:
+def test_a_shared_kv_head_gets_the_gradient_of_all_its_query_heads(
+    degree: int, sequence_parallel: bool
+) -> None:
     found = train(tensor_parallel(degree, sequence_parallel), STEPS, config=ONE_KV_HEAD)
     assert_parity(found, reference(STEPS, config=ONE_KV_HEAD))
     first, *others = found.shards.values()
     for name in (f"layers.{layer}.{module}.weight" for layer in range(4) for module in ("wk", "wv")):
         for kind, copy in first[name].items():
-            assert all(torch.equal(copy, other[name][kind]) for other in others), f"copies of {kind} of {name} drifted"
+            assert all(torch.equal(copy, other[name][kind]) for other in others), (
+                f"copies of {kind} of {name} drifted"
+            )
 
 
 def test_a_shared_kv_head_in_pipelines_of_unequal_degree() -> None:
@@ -127,7 +141,9 @@ def test_shared_kv_heads_count_once_in_the_norm(degree: int) -> None:
         tensor_parallel(degree),
         STEPS[:1],
         config=ONE_KV_HEAD,
-        prepare=lambda session: alter_gradients(session, lambda slot, gradient, divisor: gradient.fill_(divisor)),
+        prepare=lambda session: alter_gradients(
+            session, lambda slot, gradient, divisor: gradient.fill_(divisor)
+        ),
     )
     # 41,248 parameters: 512 fewer per layer than with two kv heads.
     assert found.norms[0] == pytest.approx(203.0960, abs=1e-3)

@@ -1,6 +1,7 @@
 """The same tiny Llama on one device and under a strategy, and their comparison (DESIGN §8).
 
-T0 is the tiny model of the cases: 43,296 parameters. D0 are 24 sequences of 16 ids. Tolerances are fixed here, once.
+T0 is the tiny model of the cases: 43,296 parameters. D0 are 24 sequences of 16 ids. Tolerances are fixed
+here, once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -81,7 +82,7 @@ def het4(first: tuple[int, int] = (3, 1), second: tuple[int, int] = (1, 1), **op
 
 @dataclass
 class Outcome:
-    """Losses and norms per step; full tensors by name: `parameter`, `gradient`, `exp_avg`, ... after the last step."""
+    """Losses and norms per step; full tensors after the last: `parameter`, `gradient`, `exp_avg`..."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -124,7 +125,7 @@ def start(
 
 
 def alter_gradients(session: Session, change: Callable[[ParameterSlot, Tensor, float], None]) -> None:
-    """Let `change(slot, gradient, divisor)` overwrite synchronised gradients (sums) just before the norm is taken."""
+    """Let `change(slot, gradient, divisor)` overwrite the synchronised gradients (sums) before the norm."""
     collect = session.gradient_hook
 
     def hook(slot: ParameterSlot, gradient: Tensor, divisor: float) -> None:
@@ -283,7 +284,9 @@ def reference(
 
 def without_step(found: Outcome, step: int) -> Outcome:
     """`found` with the losses and norms of `step` (from 0) left out."""
-    losses, norms = ([v for at, v in enumerate(values) if at != step] for values in (found.losses, found.norms))
+    losses, norms = (
+        [v for at, v in enumerate(values) if at != step] for values in (found.losses, found.norms)
+    )
     return replace(found, losses=losses, norms=norms)
 
 

@@ -1,0 +1,143 @@
+"""The update against torch.optim, and the learning rate against figures worked out by hand."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_megatron.annotation import Annotation
+from hetero_megatron.comm import resolve
+from hetero_megatron.runtime.optimizer import (
+    OptimizerSettings,
+    clip_factor,
+    learning_rate,
+    squared_norm,
+    update,
+)
+from hetero_megatron.runtime.state import State, lay_out
+from tests.runtime.flat import state_of
+
+COSINE = OptimizerSettings(lr=1e-3, min_lr=1e-4, lr_decay_style="cosine", lr_warmup_iters=4, train_iters=20)
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [(1, 2.5e-4), (2, 5e-4), (3, 7.5e-4), (4, 1e-3), (10, 7.2221e-4), (11, 6.3779e-4), (20, 1e-4), (50, 1e-4)],
+)
+def test_cosine_with_warm_up_follows_the_absolute_step(step: int, rate: float) -> None:
+    assert learning_rate(COSINE, step) == pytest.approx(rate, rel=1e-5, abs=0)
+
+
+def test_a_constant_rate_warms_up_too() -> None:
+    constant = OptimizerSettings(lr=1e-3, lr_warmup_iters=4, train_iters=20)
+    assert [learning_rate(constant, step) for step in (1, 3, 4, 20, 99)] == pytest.approx(
+        [2.5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3]
+    )
+    assert learning_rate(OptimizerSettings(lr=1e-3), 1) == 1e-3
+
+
+def test_the_stabiliser_is_added_once_to_the_global_norm() -> None:
+    assert clip_factor(3e-6, 1e-6) == pytest.approx(0.25, abs=1e-9)
+    assert clip_factor(208.0769, 1.0) == pytest.approx(1 / 208.0769, rel=1e-6)
+
+
+@pytest.mark.parametrize(("norm", "limit"), [(0.5, 1.0), (0.0, 1.0), (7.0, None), (7.0, 0.0)])
+def test_small_gradients_and_no_limit_are_not_scaled(norm: float, limit: float | None) -> None:
+    assert clip_factor(norm, limit) == 1.0
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_adam_is_torchs_adamw_with_norm_weights_spared_from_decay(decay: float, dtype: torch.dtype) -> None:
+    state = state_of(dtype=dtype)
+    wanted = copies(state)
+    groups = [
+        {"params": [p for p in wanted.values() if p.dim() > 1], "weight_decay": decay},
+        {"params": [p for p in wanted.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-4)
+    settings = OptimizerSettings(beta1=0.8, beta2=0.95, eps=1e-4, weight_decay=decay)
+    for step in range(5):
+        lr = 1e-2 * (step + 1)
+        fill_gradients(state, wanted, step, divisor=7.0 + step)
+        update(state, settings, lr, divisor=7.0 + step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    assert state.step == 5
+    for slot in state.slots:
+        parameter = wanted[slot.name]
+        torch.testing.assert_close(state.view(state.master, slot), parameter.detach())
+        assert torch.equal(state.parameters[slot.name], state.view(state.master, slot).to(dtype))
+        for moment, flat in state.moments.items():
+            torch.testing.assert_close(state.view(flat, slot), optimizer.state[parameter][moment])
+
+
+def test_sgd_without_decay_is_torchs() -> None:
+    state = state_of()
+    wanted = copies(state)
+    optimizer = torch.optim.SGD(wanted.values(), lr=0.3)
+    for step in range(3):
+        fill_gradients(state, wanted, step, divisor=5.0)
+        update(state, OptimizerSettings(name="sgd"), 0.3, divisor=5.0)
+        optimizer.step()
+    for slot in state.slots:
+        torch.testing.assert_close(state.view(state.master, slot), wanted[slot.name].detach())
+
+
+def test_sgd_decays_apart_from_the_gradient_and_spares_norm_weights() -> None:
+    state = state_of()
+    wanted = copies(state)
+    fill_gradients(state, wanted, seed=0, divisor=5.0)
+    update(state, OptimizerSettings(name="sgd", weight_decay=0.1), 0.3, divisor=5.0)
+    for slot in state.slots:
+        parameter = wanted[slot.name].detach()
+        kept = 1.0 if parameter.dim() == 1 else 1 - 0.3 * 0.1
+        torch.testing.assert_close(state.view(state.master, slot), kept * parameter - 0.3 * wanted[slot.name].grad)
+
+
+def copies(state: State) -> dict[str, Tensor]:
+    """The parameters by name, for torch.optim."""
+    return {slot.name: state.view(state.master, slot).clone().requires_grad_() for slot in state.slots}
+
+
+def fill_gradients(state: State, wanted: dict[str, Tensor], seed: int, divisor: float) -> None:
+    """Random gradients into `wanted`, and `divisor` times as large ones into the state."""
+    generator = torch.Generator().manual_seed(seed)
+    for slot in state.slots:
+        wanted[slot.name].grad = gradient = torch.randn(slot.shape, generator=generator)
+        state.view(state.gradient, slot).copy_(gradient * divisor)
+
+
+def test_a_rank_without_parameters_updates_nothing_and_has_norm_0() -> None:
+    empty = State((), torch.float32, torch.device("cpu"))
+    for name in ("adam", "sgd"):
+        update(empty, OptimizerSettings(name=name, weight_decay=0.1), 1e-3, 1.0)
+    assert empty.step == 2
+    assert squared_norm(empty) == 0.0
+
+
+def test_only_norm_weights_or_only_matrices_make_one_decay_group() -> None:
+    for shapes in ({"norm.weight": (3,)}, {"a.weight": (3, 2)}):
+        state = state_of(shapes)
+        before = state.master.clone()
+        update(state, OptimizerSettings(weight_decay=0.5), 1e-1, 1.0)
+        kept = 1.0 if "norm.weight" in shapes else 0.95
+        torch.testing.assert_close(state.master, before * kept)
+
+
+def test_the_norm_counts_only_what_this_rank_counts_and_shows_what_is_not_finite() -> None:
+    copies = Annotation.on((0, 1), {-1: 2})
+    rows = Annotation.on((0, 1), {0: 2})
+    parameters = [
+        ("norm.weight", (3,), copies, resolve(copies, copies)),
+        ("a.weight", (4, 2), rows, resolve(rows, rows)),
+    ]
+    squares = []
+    for rank in (0, 1):
+        state = State(lay_out(rank, parameters), torch.float32, torch.device("cpu"))
+        state.gradient.fill_(2.0)
+        squares.append(squared_norm(state).item())
+    assert squares == pytest.approx([4.0 * (3 + 4), 4.0 * 4])
+    assert squared_norm(state).dtype == torch.float64
+    state.gradient[0] = float("nan")
+    assert not torch.isfinite(squared_norm(state)), "a copy that another rank counts is not finite either"
