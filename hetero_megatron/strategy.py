@@ -179,7 +179,8 @@ def _check_stage(name: str, stage: Stage, facts: ModelFacts) -> None:
         raise StrategyError(f"{name}: cp {stage.cp}; context parallelism is not built yet, use cp 1")
     if tp * stage.cp != len(stage.ranks):
         raise StrategyError(
-            f"{name}: tp {tp} x cp {stage.cp} needs {tp * stage.cp} ranks, but rank list {list(stage.ranks)} has {len(stage.ranks)}"
+            f"{name}: tp {tp} x cp {stage.cp} needs {tp * stage.cp} ranks, "
+            f"but rank list {list(stage.ranks)} has {len(stage.ranks)}"
         )
     heads, groups = facts.num_attention_heads, facts.num_query_groups
     if heads % tp:

@@ -62,7 +62,7 @@ class Run:
         first = iteration * self.recipe.training.global_batch_size
         multiple = self.program.token_multiple(number)
         return [
-            pack([piece for row in rows for piece in self.rows.row(first + row)], multiple, device)
+            pack([piece for row in rows for piece in self.rows.sample(first + row)], multiple, device)
             for rows in self.dealt(rank)
         ]
 

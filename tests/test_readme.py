@@ -17,7 +17,10 @@ def modules() -> set[str]:
     found: set[str] = set()
     for room in ROOMS:
         for path in (ROOT / room).rglob("*.py"):
-            if not any(parent.is_symlink() for parent in path.parents) and path.name not in ("__init__.py", "__main__.py"):
+            if not any(parent.is_symlink() for parent in path.parents) and path.name not in (
+                "__init__.py",
+                "__main__.py",
+            ):
                 found.add(path.name)
     return found
 
@@ -28,6 +31,10 @@ def test_every_module_has_its_line_in_the_tree() -> None:
 
 
 def test_the_tree_names_nothing_that_is_gone() -> None:
-    present = modules() | {path.name for path in ROOT.iterdir()} | {p.name for p in (ROOT / "recipes").rglob("*.yaml")}
+    present = (
+        modules()
+        | {path.name for path in ROOT.iterdir()}
+        | {p.name for p in (ROOT / "recipes").rglob("*.yaml")}
+    )
     gone = sorted({Path(name).name for name in NAME.findall(tree())} - present)
     assert not gone, f"README.md's tree names {gone}, which do not exist"

@@ -4,6 +4,7 @@ A Session turns a Program, which is pure, into work: it creates the groups, cuts
 Reshards and then runs the schedule's actions, one step after the other.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,8 +137,8 @@ class Session:
         skipped = ""
         if not divisor:
             skipped = "0 tokens: nothing to predict in this step"
-        elif not (torch.isfinite(torch.tensor(norm)) and torch.isfinite(torch.tensor(loss))):
-            skipped = self._blame()
+        elif not (math.isfinite(norm) and math.isfinite(loss)):
+            skipped = self._blame(loss)
             if not skip_nonfinite:
                 raise RuntimeFailure(
                     f"iteration {self.iteration}: {skipped}; no rank has updated its weights"
@@ -160,7 +161,7 @@ class Session:
         numbers: list[float] = values.tolist()
         return numbers
 
-    def _blame(self) -> str:
+    def _blame(self, loss: float) -> str:
         """Which rank has a gradient that is not finite, and in which parameter; the same text on every rank."""
         bad = next(
             (
@@ -178,7 +179,9 @@ class Session:
         names = [f"rank {rank} ({name})" for rank, name in zip(self.world.ranks, found, strict=True) if name]
         if names:
             return "gradient not finite on " + ", ".join(names)
-        return "the loss is not finite, or the gradient norm is beyond FP32, though every gradient element is finite"
+        if math.isfinite(loss):
+            return "the gradient norm is beyond FP32, though every gradient element is finite"
+        return "the loss is not finite"
 
     def shards(self) -> dict[str, dict[str, Tensor]]:
         """Local shards by parameter name: `parameter`, FP32 `master`, `gradient`, `exp_avg`, `exp_avg_sq`."""

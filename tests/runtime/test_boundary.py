@@ -72,7 +72,11 @@ def world(rank: int, ranks: int) -> World:
 
 def test_a_pair_of_ranks_exchanges_one_message_per_micro_batch() -> None:
     for name, plan in PLANS.items():
-        pairs = {rank: Boundary(name, plan, world(rank, 6))._side((8, 6)) for rank in plan.ranks if rank != 3 or "pipelines" not in name}
+        pairs = {
+            rank: Boundary(name, plan, world(rank, 6))._side((8, 6))
+            for rank in plan.ranks
+            if rank != 3 or "pipelines" not in name
+        }
         for rank, side in pairs.items():
             assert len({message.peer for message in side.sends}) == len(side.sends), f"{name}: rank {rank}"
             for message in side.sends:
@@ -118,7 +122,9 @@ def test_a_boundary_that_would_reduce_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize(("elements", "missing"), [(1, 1), (7, 0), (7, 1), (7, 7), (3000, 1), (3000, 1024), (3000, 0)])
+@pytest.mark.parametrize(
+    ("elements", "missing"), [(1, 1), (7, 0), (7, 1), (7, 7), (3000, 1), (3000, 1024), (3000, 0)]
+)
 def test_what_was_not_written_is_counted(dtype: torch.dtype, elements: int, missing: int) -> None:
     buffer = torch.empty(elements, dtype=dtype)
     _mark(buffer)
@@ -131,7 +137,13 @@ def test_the_mark_is_a_number_that_no_arithmetic_makes(dtype: torch.dtype) -> No
     buffer = torch.empty(1, dtype=dtype)
     _mark(buffer)
     assert buffer.isnan().all()
-    for result in (buffer + 0.0, buffer * 1.0, torch.tensor([float("nan")], dtype=dtype), buffer.exp(), 0 * buffer):
+    for result in (
+        buffer + 0.0,
+        buffer * 1.0,
+        torch.tensor([float("nan")], dtype=dtype),
+        buffer.exp(),
+        0 * buffer,
+    ):
         assert _unwritten(result) == 0, "a signalling NaN becomes a quiet one in every operation"
     assert struct.pack("<I", _CANARY_BITS[4])[2] < 0xC0
 
@@ -143,7 +155,8 @@ def test_an_empty_buffer_and_other_types_carry_no_mark() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "cut", "sent"), [(8, 1, "47"), (8, 48, "0"), (512, 1024, "at most 2048"), (512, 2000, "at most 2048")]
+    ("tokens", "cut", "sent"),
+    [(8, 1, "47"), (8, 48, "0"), (512, 1024, "at most 2048"), (512, 2000, "at most 2048")],
 )
 def test_a_message_that_is_too_short_names_ranks_and_both_sizes(
     tokens: int, cut: int, sent: str, capfd: pytest.CaptureFixture[str]

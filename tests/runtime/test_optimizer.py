@@ -21,7 +21,16 @@ COSINE = OptimizerSettings(lr=1e-3, min_lr=1e-4, lr_decay_style="cosine", lr_war
 
 @pytest.mark.parametrize(
     ("step", "rate"),
-    [(1, 2.5e-4), (2, 5e-4), (3, 7.5e-4), (4, 1e-3), (10, 7.2221e-4), (11, 6.3779e-4), (20, 1e-4), (50, 1e-4)],
+    [
+        (1, 2.5e-4),
+        (2, 5e-4),
+        (3, 7.5e-4),
+        (4, 1e-3),
+        (10, 7.2221e-4),
+        (11, 6.3779e-4),
+        (20, 1e-4),
+        (50, 1e-4),
+    ],
 )
 def test_cosine_with_warm_up_follows_the_absolute_step(step: int, rate: float) -> None:
     assert learning_rate(COSINE, step) == pytest.approx(rate, rel=1e-5, abs=0)
@@ -92,7 +101,9 @@ def test_sgd_decays_apart_from_the_gradient_and_spares_norm_weights() -> None:
     for slot in state.slots:
         parameter = wanted[slot.name].detach()
         kept = 1.0 if parameter.dim() == 1 else 1 - 0.3 * 0.1
-        torch.testing.assert_close(state.view(state.master, slot), kept * parameter - 0.3 * wanted[slot.name].grad)
+        torch.testing.assert_close(
+            state.view(state.master, slot), kept * parameter - 0.3 * wanted[slot.name].grad
+        )
 
 
 def copies(state: State) -> dict[str, Tensor]:

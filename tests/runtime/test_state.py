@@ -63,14 +63,22 @@ def test_every_element_is_counted_exactly_once(zero_dim: int) -> None:
 
 
 def test_the_counted_elements_of_a_strategy_are_the_parameters_of_the_model() -> None:
-    for plan in (het4(), strategy((1, 1, [stage("0-3", "0-3")])), strategy((2, 1, [stage("0", "0-1"), stage("1-2", "2-3")]))):
+    for plan in (
+        het4(),
+        strategy((1, 1, [stage("0-3", "0-3")])),
+        strategy((2, 1, [stage("0", "0-1"), stage("1-2", "2-3")])),
+    ):
         program = build(Llama(T0), plan)
         graph = program.annotated.graph
-        parameters = [(n, graph.parameter_shape(n), program.plan[n], program.posts[n]) for n in graph.parameters]
+        parameters = [
+            (n, graph.parameter_shape(n), program.plan[n], program.posts[n]) for n in graph.parameters
+        ]
         counted = sum(
             slot.elements
             for rank in plan.ranks
-            for bucket in lay_out(rank, [each for each in parameters if each[2].subgroup_of(rank) is not None])
+            for bucket in lay_out(
+                rank, [each for each in parameters if each[2].subgroup_of(rank) is not None]
+            )
             for slot in bucket.slots
             if slot.counted
         )

@@ -57,7 +57,11 @@ def test_groups_join_the_ranks_they_name_in_whatever_order() -> None:
         return sums, groups.created, whole
 
     found = run_ranks((2, 5, 7), work, 20)
-    assert [sums for sums, _, _ in found.values()] == [(7.0, None, 14.0), (7.0, 12.0, 14.0), (None, 12.0, 14.0)]
+    assert [sums for sums, _, _ in found.values()] == [
+        (7.0, None, 14.0),
+        (7.0, 12.0, 14.0),
+        (None, 12.0, 14.0),
+    ]
     for rank, (_, created, whole) in found.items():
         assert created == ((2, 5), (2, 5, 7), (5, 7)), f"rank {rank} must know all groups of several ranks"
         assert whole, f"rank {rank} made the world twice"
@@ -73,7 +77,11 @@ def test_groups_may_be_added_by_ranks_that_are_in_some_of_them_only() -> None:
         return reduced(groups, 1, 2), reduced(groups, 0, 2), groups.created
 
     every = ((0, 1), (0, 2), (1, 2))
-    assert run_ranks(range(3), work, 20) == {0: (None, 2.0, every), 1: (3.0, None, every), 2: (3.0, 2.0, every)}
+    assert run_ranks(range(3), work, 20) == {
+        0: (None, 2.0, every),
+        1: (3.0, None, every),
+        2: (3.0, 2.0, every),
+    }
 
 
 def test_a_missing_group_is_named_together_with_those_there_are() -> None:
