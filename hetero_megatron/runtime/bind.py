@@ -78,7 +78,7 @@ class BoundStage:
     ) -> dict[tuple[str, int], nn.Module]:
         """Put communication into the Reshards and places into the layers; returns what stands on reduced edges."""
         plans = {reshard.name: reshard for reshard in executable.reshards}
-        reshards = Reshards(self.world.rank, self._groups)
+        reshards = Reshards(self.world.rank, self._groups, self.clock)
         for node in (node for chunk in executable.chunks for node in chunk.nodes if node.module):
             module = modules[node.module]
             if node.kind is Kind.RESHARD:
@@ -110,7 +110,7 @@ class BoundStage:
             bounds["logits"] = annotation.region(self.world.rank).bounds(shapes["logits"])
             ranks = next((group for group in split_groups(annotation, 1) if self.world.rank in group), ())
             if ranks:
-                reductions[factor] = _reducer(self._groups[ranks])
+                reductions[factor] = _reducer(self._groups[ranks], self.clock)
         return Binding(node.name, bounds, shapes, reductions)
 
     def _run(
@@ -217,9 +217,11 @@ def _wait(handles: Sequence[dist.Work]) -> None:
         handle.wait()
 
 
-def _reducer(group: dist.ProcessGroup) -> Callable[[Tensor, str], Tensor]:
+def _reducer(group: dist.ProcessGroup, clock: Clock) -> Callable[[Tensor, str], Tensor]:
     def reduce(tensor: Tensor, op: str) -> Tensor:
+        at = time.perf_counter()
         dist.all_reduce(tensor, _OPERATIONS[op], group=group)
+        clock.add("communication", at)
         return tensor
 
     return reduce

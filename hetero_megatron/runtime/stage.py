@@ -3,6 +3,7 @@
 A chunk is code-generated once: interpreting it node by node costs up to half as much again on small layers.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,6 +15,7 @@ from hetero_megatron.annotation import Annotation
 from hetero_megatron.comm.steps import CommPlan, Copy
 from hetero_megatron.graph.nodes import Node
 from hetero_megatron.runtime.batch import MicroBatch
+from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.exchange import Exchange
 from hetero_megatron.runtime.slices import Shape
 from hetero_megatron.runtime.world import Groups
@@ -28,8 +30,8 @@ INPUTS: Mapping[str, Callable[[MicroBatch], Any]] = {
 class ShapedExchange:
     """An activation Reshard that stays inside its group: one compiled Exchange per shape seen lately."""
 
-    def __init__(self, plan: CommPlan, rank: int, groups: Groups) -> None:
-        self.plan, self._rank, self._groups = plan, rank, groups
+    def __init__(self, plan: CommPlan, rank: int, groups: Groups, clock: Clock) -> None:
+        self.plan, self._rank, self._groups, self._clock = plan, rank, groups, clock
         self._exchange = lru_cache(maxsize=256)(self._compile)
 
     def _compile(self, shape: Shape) -> Exchange:
@@ -37,7 +39,10 @@ class ShapedExchange:
 
     def __call__(self, shard: Tensor) -> Tensor:
         """The shard in the destination layout."""
-        return self._exchange(tuple(shard.shape)).run([shard])[0]
+        at = time.perf_counter()
+        result = self._exchange(tuple(shard.shape)).run([shard])[0]
+        self._clock.add("communication", at)
+        return result
 
 
 def full_shape(annotation: Annotation, rank: int, shape: Shape) -> Shape:
@@ -72,10 +77,13 @@ class _Reshard(torch.autograd.Function):
 
 
 class Reshards:
-    """Binds the Reshards of one rank; those with the same plan share what is compiled for it."""
+    """Binds the Reshards of one rank; those with the same plan share what is compiled for it.
 
-    def __init__(self, rank: int, groups: Groups) -> None:
-        self._rank, self._groups = rank, groups
+    What they take is booked on `clock` as communication.
+    """
+
+    def __init__(self, rank: int, groups: Groups, clock: Clock | None = None) -> None:
+        self._rank, self._groups, self._clock = rank, groups, clock or Clock()
         self._by_plan: dict[int, ShapedExchange] = {}
 
     def bind(self, forward: CommPlan | None, backward: CommPlan | None) -> Callable[[Tensor], Tensor] | None:
@@ -95,7 +103,7 @@ class Reshards:
             return None
         # Plans are resolved once per pair of annotations, so the same plan is the same object.
         if id(plan) not in self._by_plan:
-            self._by_plan[id(plan)] = ShapedExchange(plan, self._rank, self._groups)
+            self._by_plan[id(plan)] = ShapedExchange(plan, self._rank, self._groups, self._clock)
         return self._by_plan[id(plan)]
 
 

@@ -1,0 +1,116 @@
+"""What a step leaves behind, what it refuses, and how long it keeps what it has sent."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_megatron.errors import GraphError, RuntimeFailure
+from hetero_megatron.pipeline.action import Batch
+from hetero_megatron.runtime.batch import MicroBatch
+from hetero_megatron.runtime.session import Session
+from hetero_megatron.runtime.world import World
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import (
+    ADAM,
+    T0,
+    Llama,
+    build,
+    het3,
+    het4,
+    micro_batch,
+    sequences,
+    stage,
+    start,
+    strategy,
+    train,
+)
+
+D0 = sequences(24)
+
+
+def left_over(session: Session) -> dict[str, int]:
+    """Activations, messages and sends that a session still holds, by kind."""
+    stage_, held = session.stage, {}
+    held["between F and B"] = sum(run.in_flight for run in stage_._runs)
+    ports = [port for chunk in (*stage_._inputs, *stage_._outputs) for port in chunk]
+    held["messages"] = sum(len(port.ready) for port in ports)
+    held["sends"] = len(stage_._sending)
+    return held
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_step_leaves_no_activation_and_no_message_behind(schedule: str) -> None:
+    plan = strategy(
+        (3, 1, [stage("0-1", "0-2"), stage("2", "3")]), (2, 1, [stage("3", "0-3")]), schedule=schedule
+    )
+    found = train(plan, [D0[:5]] * 2, collect=left_over)
+    for rank, held in found.extra.items():
+        assert held == {"between F and B": 0, "messages": 0, "sends": 0}, f"rank {rank}"
+
+
+@pytest.mark.parametrize(("schedule", "slow"), [("1f1b", 0), ("1f1b", 1), ("gpipe", 1)])
+def test_sent_buffers_are_kept_for_a_pipeline_s_depth_not_for_a_step(schedule: str, slow: int) -> None:
+    """With 12 micro-batches, 12 sends are the most on each side when nothing is given back."""
+    most: list[int] = []
+
+    def watch(session: Session) -> None:
+        communicate = session.stage.communicate
+
+        def watched(batch: Batch, batches: Sequence[MicroBatch]) -> None:
+            if session.world.rank == slow:
+                time.sleep(0.005)
+            communicate(batch, batches)
+            most.append(len(session.stage._sending))
+
+        session.stage.communicate = watched  # type: ignore[method-assign]
+
+    plan = strategy((12, 1, [stage("0", "0-1"), stage("1", "2-3")]), schedule=schedule)
+    found = train(plan, [D0[:12]], prepare=watch, collect=lambda session: max(most))
+    assert found.extra == {0: 4, 1: 4}
+
+
+def test_tokens_that_do_not_divide_over_the_ranks_of_a_stage_are_refused_before_anything_is_sent() -> None:
+    model = Llama(T0)
+    program = build(model, het3())
+
+    def work(world: World) -> Any:
+        session = start(model, program, world, ADAM, torch.float32, 7)
+        batches = [micro_batch([D0[0][:length]]) for length in (8, 7, 8)]
+        if world.rank == 2:
+            # TP1 can cut any number; it would wait for ever for what the others refuse to send.
+            return None
+        with pytest.raises(GraphError) as refused:
+            session.step(batches)
+        return str(refused.value)
+
+    found = run_ranks(range(3), work, 30)
+    assert found[0] == found[1]
+    assert "T is 7, but must divide by 2" in found[0]
+
+
+def test_a_gradient_that_is_not_finite_ends_all_ranks_alike_when_it_must_not_be_skipped() -> None:
+    model = Llama(T0)
+    program = build(model, het4())
+
+    def work(world: World) -> Any:
+        session = start(model, program, world, ADAM, torch.float32, 7)
+
+        def spoil(slot: Any, gradient: torch.Tensor, divisor: float) -> None:
+            if world.rank == 2 and slot.name == "layers.3.wq.weight":
+                gradient[0, 0] = float("inf")
+
+        session.gradient_hook = spoil
+        before = session.state.master.clone()
+        number, _ = program.pipeline_of(world.rank)
+        documents = [D0[:3], D0[3:4]][number]
+        with pytest.raises(RuntimeFailure) as ended:
+            session.step([micro_batch([document], 2) for document in documents], skip_nonfinite=False)
+        return str(ended.value), torch.equal(session.state.master, before)
+
+    message = (
+        "iteration 1: gradient not finite on rank 2 (layers.3.wq.weight); no rank has updated its weights"
+    )
+    assert run_ranks(range(4), work, 30) == dict.fromkeys(range(4), (message, True))
