@@ -1,4 +1,4 @@
-"""From a strategy to an annotation plan: Megatron's tensor-parallel roles by module name (paper §4, C.3)."""
+"""From a strategy to an annotation plan and back: Megatron's tensor-parallel roles by module name (paper §4, C.3)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -70,6 +70,54 @@ def annotate(
     for name in reshards:
         entry(name, name, _role(name, RESHARD_ROLES, "Reshard"), 0)
     return AnnotationPlan(entries)
+
+
+def read_plan(plan: AnnotationPlan, counts: Sequence[tuple[int, int]], facts: ModelFacts) -> Strategy:
+    """The strategy that `annotate` turns into `plan`, with (micro_batches, micro_batch_size) for each pipeline.
+
+    Raises:
+        StrategyError: the plan lacks an input, has another number of pipelines, or is not what `annotate` would
+            write for the stages that it describes; the first entry that differs is named.
+    """
+    for name in INPUT_MODULES:
+        if name not in plan:
+            raise StrategyError(f"the annotation plan has no entry {name!r}, where pipelines begin and end")
+    if plan["tokens"].hsize != len(counts):
+        raise StrategyError(
+            f"the annotation plan has {plan['tokens'].hsize} pipelines, micro-batch counts are given for {len(counts)}"
+        )
+    pipelines = tuple(
+        Pipeline(micro_batches, size, _stages(plan, number))
+        for number, (micro_batches, size) in enumerate(counts)
+    )
+    entries = [name for name in plan if name not in INPUT_MODULES]
+    parameters = [name for name in entries if name.rsplit(".", 1)[-1] not in RESHARD_ROLES]
+    reshards = [name for name in entries if name.rsplit(".", 1)[-1] in RESHARD_ROLES]
+    split = any(states.split_dims for name in reshards for states in plan[name].states)
+    strategy = Strategy(pipelines, sequence_parallel=split)
+    wanted = annotate(strategy, facts, parameters, reshards, INPUT_MODULES)
+    for name in plan:
+        if plan[name] != wanted[name]:
+            raise StrategyError(
+                f"the annotation plan's {name} is {plan[name]}; with the stages that its inputs and entries describe "
+                f"it would be {wanted[name]}, and other layouts have no strategy yet"
+            )
+    return strategy
+
+
+def _stages(plan: AnnotationPlan, pipeline: int) -> tuple[Stage, ...]:
+    """Consecutive layers on one group are one stage; the inputs show stages that hold no layer."""
+    layers = sorted({int(name.split(".")[1]) for name in plan if name.startswith("layers.")})
+    walk = [("tokens", None), *((f"layers.{layer}.entry", layer) for layer in layers), ("targets", None)]
+    found: list[tuple[DeviceGroup, list[int]]] = []
+    for name, layer in walk:
+        if name not in plan or plan[name].hsize <= pipeline:
+            raise StrategyError(f"the annotation plan has no entry {name!r} for pipeline {pipeline}")
+        group = plan[name].groups[pipeline]
+        if not found or found[-1][0] != group:
+            found.append((group, []))
+        found[-1][1].extend([] if layer is None else [layer])
+    return tuple(Stage(group.ranks, (own[0], own[-1]) if own else None) for group, own in found)
 
 
 def _role(module: str, roles: Mapping[str, str], what: str) -> str:

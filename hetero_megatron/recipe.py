@@ -8,11 +8,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
+from hetero_megatron.annotation import AnnotationPlan
 from hetero_megatron.cluster import KINDS, Cluster, Device
 from hetero_megatron.data.corpus import Files
 from hetero_megatron.data.dispatch import deal
 from hetero_megatron.data.tokenizer import VOCAB_SIZE
 from hetero_megatron.errors import HeteroError, RecipeError
+from hetero_megatron.layout import read_plan
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.presets import PRESETS
 from hetero_megatron.recipe_sections import (
@@ -110,6 +112,8 @@ class Recipe(Section):
     def make_strategy(self) -> Strategy:
         """The strategy as the planner, the graph and the runtime know it."""
         section = self.strategy
+        if section.plan is not None:
+            return self._planned(section.plan, section)
         pipelines = (
             _homogeneous(section, self.make_config().num_layers)
             if section.pipelines is None
@@ -118,6 +122,20 @@ class Recipe(Section):
         return Strategy(
             pipelines, section.zero, section.schedule, section.sequence_parallel, section.idle_ranks
         )
+
+    def _planned(self, path: str, section: StrategySection) -> Strategy:
+        """The strategy behind an annotation plan file."""
+        try:
+            plan = AnnotationPlan.from_json(Path(path).read_text(encoding="utf-8"))
+            counts = [
+                (pipeline.micro_batches, pipeline.micro_batch_size) for pipeline in section.pipelines or ()
+            ]
+            strategy = read_plan(plan, counts, self.make_config().facts)
+        except OSError as error:
+            raise RecipeError(f"strategy.plan: {path}: {error.strerror}") from error
+        except HeteroError as error:
+            raise RecipeError(f"strategy.plan: {path}: {error}") from error
+        return dataclasses.replace(strategy, schedule=section.schedule, idle_ranks=section.idle_ranks)
 
     def open_corpus(self) -> Files:
         """The documents.
@@ -190,7 +208,7 @@ def _in_section(name: str) -> Iterator[None]:
 def _pipeline(section: PipelineSection) -> Pipeline:
     stages = tuple(
         Stage(stage.ranks, stage.layers, stage.tp or max(1, len(stage.ranks) // stage.cp), stage.cp)
-        for stage in section.stages
+        for stage in section.stages or ()
     )
     return Pipeline(section.micro_batches, section.micro_batch_size, stages)
 

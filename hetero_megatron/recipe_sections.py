@@ -80,16 +80,20 @@ class StageSection(Section):
 
 
 class PipelineSection(Section):
-    """One pipeline: stages in order, and how many micro-batches of how many rows it takes each step."""
+    """One pipeline: stages in order (none under a plan), and how many micro-batches of how many rows a step."""
 
     micro_batches: Annotated[int, Field(ge=0)]
     micro_batch_size: Count = 1
-    stages: Annotated[tuple[StageSection, ...], Field(strict=False, min_length=1)]
+    stages: Annotated[tuple[StageSection, ...], Field(strict=False, min_length=1)] | None = None
 
 
 class StrategySection(Section):
-    """Either `pipelines`, or dp, tp and pp with the micro_batches and micro_batch_size of each pipeline."""
+    """Either `pipelines`, or dp, tp and pp with the micro_batches and micro_batch_size of each pipeline.
 
+    With `plan`, an annotation plan as `explain --plan` writes it, the pipelines give only their micro-batches.
+    """
+
+    plan: str | None = None
     pipelines: Annotated[tuple[PipelineSection, ...], Field(strict=False, min_length=1)] | None = None
     dp: Count | None = None
     tp: Count | None = None
@@ -112,6 +116,17 @@ class StrategySection(Section):
             raise RecipeError(
                 "write pipelines, or dp, tp and pp together with micro_batches and micro_batch_size"
             )
+        for number, pipeline in enumerate(self.pipelines or ()):
+            if self.plan is None and pipeline.stages is None:
+                raise RecipeError(
+                    f"pipelines[{number}].stages is missing; only with `plan` do pipelines go without"
+                )
+            if self.plan is not None and pipeline.stages is not None:
+                raise RecipeError(
+                    f"pipelines[{number}].stages and plan both say who does what; drop one of them"
+                )
+        if self.plan is not None and self.pipelines is None:
+            raise RecipeError("plan says who does what; give pipelines with the micro_batches of each, too")
         return self
 
 

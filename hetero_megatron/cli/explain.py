@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -37,8 +38,11 @@ class ReshardLine:
     ranks: tuple[int, ...]
 
 
-def run(recipe: Recipe, rank: int | None, as_json: bool, schedule: bool = False) -> None:
+def run(
+    recipe: Recipe, rank: int | None, as_json: bool, schedule: bool = False, plan: Path | None = None
+) -> None:
     """Print what the recipe's strategy means; with `rank`, only what that rank takes part in; with `schedule`, the time grid.
+    The annotation plan is written to `plan`.
 
     Raises:
         HeteroError: the recipe cannot be turned into a Program, or the rank is in no pipeline.
@@ -46,6 +50,8 @@ def run(recipe: Recipe, rank: int | None, as_json: bool, schedule: bool = False)
     program = build_program(recipe, Llama(recipe.make_config()))
     if rank is not None:
         program.pipeline_of(rank)
+    if plan is not None:
+        plan.write_text(program.plan.to_json(), encoding="utf-8")
     lines = [line for line in _lines(program, recipe) if rank is None or rank in line.ranks]
     if as_json:
         print(json.dumps(_as_json(program, lines, rank)))

@@ -58,6 +58,10 @@ def explain(
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Print the time grid of a step as well.")
     ] = False,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="Write the annotation plan, as JSON, to a file."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a strategy means: pipelines, groups, and the communication of every Reshard."""
@@ -66,7 +70,7 @@ def explain(
     checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
     from hetero_megatron.cli import explain as command
 
-    command.run(checked, rank=rank, as_json=as_json, schedule=schedule)
+    command.run(checked, rank=rank, as_json=as_json, schedule=schedule, plan=plan)
 
 
 @app.command()
