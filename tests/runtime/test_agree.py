@@ -40,7 +40,9 @@ def told(by_rank: Callable[[int], list[MicroBatch]]) -> dict[int, str]:
 
 
 def test_equal_micro_batches_pass_and_pipelines_may_differ() -> None:
-    assert set(told(lambda rank: batches([4], [4]) if rank == 3 else batches([3, 5], [8], [2])).values()) == {""}
+    assert set(told(lambda rank: batches([4], [4]) if rank == 3 else batches([3, 5], [8], [2])).values()) == {
+        ""
+    }
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,9 @@ def test_another_count_or_size_is_told_on_every_rank_of_the_pipeline(
     assert found == {0: message, 1: message, 2: message, 3: ""}
 
 
-@pytest.mark.parametrize("other", [batches([8], [6], [10]), batches([8], [4, 4], [8])], ids=["sizes", "borders"])
+@pytest.mark.parametrize(
+    "other", [batches([8], [6], [10]), batches([8], [4, 4], [8])], ids=["sizes", "borders"]
+)
 def test_the_same_tokens_cut_in_another_way_are_told_too(other: list[MicroBatch]) -> None:
     found = told(lambda rank: other if rank == 1 else batches([8], [8], [8]))
     assert found[0] == found[1] == found[2]
