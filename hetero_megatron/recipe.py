@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError
 
 from hetero_megatron.annotation import AnnotationPlan
 from hetero_megatron.cluster import KINDS, Cluster, Device
@@ -66,6 +66,7 @@ class Recipe(Section):
     data: Annotated[DataSection, _expanded("data")] = DataSection()
     training: TrainingSection
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
+    _file: str = PrivateAttr("recipe")
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
@@ -141,11 +142,37 @@ class Recipe(Section):
         """The documents.
 
         Raises:
-            DataError: a folder or file is missing, or there is no document.
+            RecipeError: a folder or file is missing, or there is no document.
         """
         if self.data.folder is not None:
-            return Files.folder(self.data.folder, self.data.suffixes)
-        return Files.standard_library() if self.data.files is None else Files.listed(self.data.files)
+            with _in_section("data.folder"):
+                return Files.folder(self.data.folder, self.data.suffixes)
+        with _in_section("data" if self.data.files is None else "data.files"):
+            return Files.standard_library() if self.data.files is None else Files.listed(self.data.files)
+
+    def make_folder(self) -> Path:
+        """The run's folder, made if it does not exist and found to be writable.
+
+        Raises:
+            RecipeError: it cannot be made or written to.
+        """
+        folder = Path(self.output.folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "metrics.jsonl").open("a", encoding="utf-8"):
+                return folder
+        except OSError as error:
+            raise RecipeError(
+                f"output.folder: {folder} is no folder that can be written to: {error.strerror}"
+            ) from error
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Say in which file a refusal belongs that comes after the recipe was read."""
+        try:
+            yield
+        except HeteroError as error:
+            raise RecipeError(f"{self._file}: {error}") from error
 
     def check(self) -> None:
         """Refuse a recipe whose sections do not fit each other.
@@ -179,12 +206,17 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """
     value = read_yaml(Path(path))
     if not isinstance(value, dict):
+        needed = [name for name, field in Recipe.model_fields.items() if field.is_required()]
+        others = [name for name in Recipe.model_fields if name not in needed]
+        wrong = "is empty" if value is None else "is not a mapping"
         raise RecipeError(
-            f"recipe {path} is not a mapping; it needs the sections {', '.join(Recipe.model_fields)}"
+            f"recipe {path} {wrong}; it needs the sections {', '.join(needed)}, "
+            f"and may have {', '.join(others)}"
         )
     try:
         recipe = Recipe.model_validate(apply_overrides(value, overrides, SHORTHANDS))
         recipe.check()
+        recipe._file = str(path)
     except ValidationError as error:
         homes = _homes()
         sentences = [describe(dict(one), homes) for one in error.errors()[:MOST_ERRORS]]

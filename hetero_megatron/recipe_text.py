@@ -202,8 +202,9 @@ def _parse(text: str, source: str, hint: str) -> object:
         key = re.search(r'duplicate key "([^"]*)"', str(error.problem))
         raise RecipeError(f"{source}, {_line(error)}: key {key and key[1]!r} stands here twice") from error
     except MarkedYAMLError as error:
-        began = f" ({error.context})" if error.context else ""
-        raise RecipeError(f"{source}, {_line(error)}: {error.problem}{began}; {hint}") from error
+        raise RecipeError(
+            f"{source}, {_line(error)}: {error.problem}{_began(error)}{_remedy(error, hint)}"
+        ) from error
     except (YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{source} is not YAML: {error}") from error
 
@@ -211,6 +212,21 @@ def _parse(text: str, source: str, hint: str) -> object:
 def _line(error: MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     return f"line {mark.line + 1}" if mark else "somewhere"
+
+
+def _began(error: MarkedYAMLError) -> str:
+    if not error.context:
+        return ""
+    first, last = error.context_mark, error.problem_mark
+    where = f" that began in line {first.line + 1}" if first and last and first.line < last.line else ""
+    return f" ({error.context}{where})"
+
+
+def _remedy(error: MarkedYAMLError, at_the_end: str) -> str:
+    problem = str(error.problem)
+    if "stream" in problem:
+        return f"; {at_the_end}"
+    return "; indent with spaces" if r"'\t'" in problem else ""
 
 
 def _child(here: object, key: str, override: str) -> object:

@@ -4,13 +4,15 @@ import math
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from hetero_megatron.runtime.clock import KINDS
 from hetero_megatron.runtime.session import StepResult
 from hetero_megatron.strategy import Stage, Strategy
+
+STAGES_ABREAST = 5
 
 
 def rank_text(ranks: tuple[int, ...]) -> str:
@@ -28,23 +30,37 @@ def layer_text(stage: Stage, first: bool, last: bool) -> str:
     return f"L{lo}" if lo == hi else f"L{lo}-{hi}"
 
 
-def strategy_table(strategy: Strategy) -> Table:
-    """The strategy as the paper's Table 9 prints one: a row per pipeline, a cell per tensor-parallel group."""
+def strategy_table(strategy: Strategy) -> Group:
+    """The strategy as the paper's Table 9 prints one: a row per pipeline, a cell per tensor-parallel group.
+
+    Deep pipelines are continued in further tables, which 80 columns have room for.
+    """
     depth = max(len(p.stages) for p in strategy.pipelines)
-    table = Table(title="strategy", title_justify="left", show_lines=True)
+    tables = [
+        _stages_table(strategy, range(first, min(first + STAGES_ABREAST, depth)))
+        for first in range(0, depth, STAGES_ABREAST)
+    ]
+    if strategy.idle_ranks:
+        tables[-1].caption = f"idle: {rank_text(strategy.idle_ranks)}"
+    return Group(*tables)
+
+
+def _stages_table(strategy: Strategy, shown: range) -> Table:
+    title = "strategy" if not shown.start else f"strategy, from stage {shown.start}"
+    table = Table(title=title, title_justify="left", show_lines=True)
     table.add_column("micro-batches", no_wrap=True)
-    for number in range(depth):
+    for number in shown:
         table.add_column(f"stage {number}", justify="center")
     for pipeline in strategy.pipelines:
         stages = pipeline.stages
         cells = [
             f"{rank_text(stage.ranks)}\n{layer_text(stage, n == 0, n == len(stages) - 1)}\nTP{stage.tensor_parallel_size}"
             for n, stage in enumerate(stages)
+            if n in shown
         ]
-        head = f"{pipeline.micro_batches} x bs{pipeline.micro_batch_size}\n({len(stages)} stages)"
-        table.add_row(head, *cells, *[""] * (depth - len(stages)))
-    if strategy.idle_ranks:
-        table.caption = f"idle: {rank_text(strategy.idle_ranks)}"
+        depths = f"({len(stages)} stage{'s' if len(stages) > 1 else ''})"
+        head = f"{pipeline.micro_batches} x bs{pipeline.micro_batch_size}\n{depths}"
+        table.add_row(head, *cells, *[""] * (len(shown) - len(cells)))
     return table
 
 
@@ -131,18 +147,22 @@ class RunSummary:
             self.seconds[kind] += result.seconds[kind]
 
     def print(self, folder: Path) -> None:
-        """The summary as a table."""
+        """The summary as a table, and where the files are."""
         table = Table(title="run", title_justify="left", show_header=False)
         if self.losses:
-            table.add_row("loss, first and last step", f"{self.losses[0]:.4f}  {self.losses[-1]:.4f}")
+            table.add_row("loss, first and last step", f"{self.losses[0]:.4f} -> {self.losses[-1]:.4f}")
         step = self.seconds["step"] or 1.0
         table.add_row("tokens/s (targets that count)", f"{self.tokens / step:.0f}")
         table.add_row("model FLOP/s, all ranks", f"{self.flops_per_token * self.tokens / step:.3g}")
-        shares = "  ".join(f"{kind} {100 * self.seconds[kind] / step:.1f}%" for kind in KINDS)
+        shares = {kind: self.seconds[kind] / step for kind in KINDS}
+        shares["other"] = max(0.0, 1 - sum(shares.values()))
         table.add_row(
-            "time, average rank",
-            f"{shares}  other {100 * max(0.0, 1 - sum(self.seconds[k] for k in KINDS) / step):.1f}%",
+            "time, average rank", "\n".join(f"{100 * s:5.1f}% {kind}" for kind, s in shares.items())
         )
         table.add_row("steps", f"{len(self.losses)} in {self.seconds['step']:.1f} s")
-        table.add_row("files", str(folder / "metrics.jsonl"))
-        Console().print(table)
+        console = Console()
+        console.print(table)
+        # Outside the table, which would cut a long path.
+        console.print(
+            f"files: {folder / 'metrics.jsonl'}", soft_wrap=True, highlight=False, markup=False, emoji=False
+        )

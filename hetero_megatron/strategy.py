@@ -169,7 +169,6 @@ def _check_layers(name: str, pipeline: Pipeline, num_layers: int) -> None:
 
 
 def _check_stage(name: str, stage: Stage, facts: ModelFacts) -> None:
-    tp = stage.tensor_parallel_size
     if not stage.ranks:
         raise StrategyError(f"{name} has no rank")
     if len(set(stage.ranks)) != len(stage.ranks):
@@ -177,6 +176,7 @@ def _check_stage(name: str, stage: Stage, facts: ModelFacts) -> None:
         raise StrategyError(f"rank {twice} is used twice: in {name} and in {name}")
     if stage.cp != 1:
         raise StrategyError(f"{name}: cp {stage.cp}; context parallelism is not built yet, use cp 1")
+    tp = stage.tensor_parallel_size
     if tp * stage.cp != len(stage.ranks):
         raise StrategyError(
             f"{name}: tp {tp} x cp {stage.cp} needs {tp * stage.cp} ranks, "

@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -71,13 +71,16 @@ def prepare(recipe: Recipe) -> Run:
     """Everything that can be refused is refused here, before the first process.
 
     Raises:
-        HeteroError: of the room that found the fault.
+        HeteroError: whatever does not do, with the recipe's file.
     """
-    config, training = recipe.make_config(), recipe.training
-    model = Llama(config)
-    program = build_program(recipe, model)
-    rows = PackedRows(recipe.open_corpus(), training.seed, training.seq_length)
-    return Run(recipe, config, model, program, rows, _settings(recipe), _device_type(program))
+    with recipe.named():
+        config, training = recipe.make_config(), recipe.training
+        model = Llama(config)
+        program = build_program(recipe, model)
+        rows = PackedRows(recipe.open_corpus(), training.seed, training.seq_length)
+        run = Run(recipe, config, model, program, rows, _settings(recipe), _device_type(program))
+        recipe.make_folder()
+        return run
 
 
 def build_program(recipe: Recipe, model: Llama) -> Program:
@@ -180,11 +183,35 @@ def _metric(result: StepResult) -> dict[str, float | int | str]:
     return line | ({"skipped": result.skipped} if result.skipped else {})
 
 
+def start(run: Run, environment: Mapping[str, str]) -> int:
+    """Train: as one process of the launcher that the environment tells of, or with ranks of its own.
+
+    Returns:
+        The exit code, 0 when every rank succeeded.
+
+    Raises:
+        StrategyError: there are not as many processes or GPUs as the strategy has ranks.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        with run.recipe.named():
+            pretrain_under_launcher(
+                run, int(environment.get("LOCAL_RANK", "0")), int(environment["WORLD_SIZE"])
+            )
+        return 0
+    with run.recipe.named():
+        return pretrain(run)
+
+
 def pretrain(run: Run) -> int:
-    """Start the local ranks and train; returns the exit code, 0 when every rank succeeded."""
+    """Start the local ranks and train; returns the exit code, 0 when every rank succeeded.
+
+    Raises:
+        StrategyError: this machine has fewer GPUs than the strategy has ranks.
+    """
     torch.set_num_threads(1)
-    Console().print(strategy_table(run.program.strategy))
     ranks = run.program.strategy.ranks
+    _check_gpus(run.device, len(ranks))
+    Console().print(strategy_table(run.program.strategy))
 
     def main(rendezvous: Rendezvous) -> None:
         world = World.join(rendezvous, ranks, _device(run.device, rendezvous.index))
@@ -194,17 +221,38 @@ def pretrain(run: Run) -> int:
     return fork_ranks(len(ranks), main)
 
 
-def pretrain_under_launcher(run: Run, local_index: int) -> None:
-    """Train as one process of a launcher such as torchrun, which started one process per rank."""
+def pretrain_under_launcher(run: Run, local_index: int, processes: int) -> None:
+    """Train as one process of a launcher such as torchrun, which started one process per rank.
+
+    Raises:
+        StrategyError: there are not as many processes as ranks, or fewer GPUs than processes on this machine.
+    """
+    ranks = run.program.strategy.ranks
+    if processes != len(ranks):
+        raise StrategyError(
+            f"{processes} processes were started, the strategy has {len(ranks)} ranks; start one per rank"
+        )
+    # A launcher may show each process one GPU of its own.
+    if torch.cuda.device_count() > 1:
+        _check_gpus(run.device, local_index + 1)
     if run.device == "cpu":
         torch.set_num_threads(1)
         use_batch_scheduling()
     with end_at_once(local_index):
-        world = World.join(None, run.program.strategy.ranks, _device(run.device, local_index))
+        world = World.join(None, ranks, _device(run.device, local_index))
         if world.rank == world.ranks[0]:
             Console().print(strategy_table(run.program.strategy))
         train_rank(run, world)
         world.leave()
+
+
+def _check_gpus(kind: str, needed: int) -> None:
+    """Two ranks on one GPU would fail late, deep in the communication library."""
+    if kind == "cuda" and torch.cuda.device_count() < needed:
+        raise StrategyError(
+            f"{needed} ranks on this machine need a GPU each, and it has {torch.cuda.device_count()}; "
+            "start the ranks of several machines with torchrun"
+        )
 
 
 def _device(kind: str, index: int) -> torch.device:
@@ -217,15 +265,13 @@ def _device(kind: str, index: int) -> torch.device:
 
 def main(arguments: Sequence[str]) -> int:
     """`python -m hetero_megatron.train RECIPE [KEY=VALUE ...]`, alone or under torchrun."""
-    if not arguments:
+    if not arguments or {"-h", "--help"} & set(arguments):
         print("usage: python -m hetero_megatron.train RECIPE [KEY=VALUE ...]", file=sys.stderr)
         return 2
     try:
-        run = prepare(load_recipe(arguments[0], arguments[1:]))
-        if "TORCHELASTIC_RUN_ID" in os.environ or "MASTER_ADDR" in os.environ:
-            pretrain_under_launcher(run, int(os.environ.get("LOCAL_RANK", "0")))
-            return 0
-        return pretrain(run)
+        return start(prepare(load_recipe(arguments[0], arguments[1:])), os.environ)
+    except KeyboardInterrupt:
+        return 130
     except HeteroError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

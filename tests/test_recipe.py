@@ -265,7 +265,9 @@ def test_several_mistakes_are_told_at_once() -> None:
 
 
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="is not a mapping; it needs the sections model, cluster, strategy"):
+    with pytest.raises(
+        RecipeError, match="is not a mapping; it needs the sections model, strategy, training"
+    ):
         load_recipe(written(tmp_path, "- a\n- b\n"))
 
 

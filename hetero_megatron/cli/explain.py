@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hetero_megatron.comm.steps import CommPlan
+from hetero_megatron.errors import RecipeError, StrategyError
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.pipeline.action import spell_steps
 from hetero_megatron.pipeline.timing import clock
@@ -41,24 +42,42 @@ class ReshardLine:
 def run(
     recipe: Recipe, rank: int | None, as_json: bool, schedule: bool = False, plan: Path | None = None
 ) -> None:
-    """Print what the recipe's strategy means; with `rank`, only what that rank takes part in; with `schedule`, the time grid.
-    The annotation plan is written to `plan`.
+    """Print what the recipe's strategy means; with `rank`, only what that rank takes part in.
+
+    `schedule` adds the time grid of a step. The annotation plan is written to `plan`.
 
     Raises:
         HeteroError: the recipe cannot be turned into a Program, or the rank is in no pipeline.
     """
-    program = build_program(recipe, Llama(recipe.make_config()))
-    if rank is not None:
-        program.pipeline_of(rank)
+    with recipe.named():
+        program = build_program(recipe, Llama(recipe.make_config()))
+        _check_rank(program, rank)
     if plan is not None:
-        plan.write_text(program.plan.to_json(), encoding="utf-8")
+        _write(program.plan.to_json(), plan)
     lines = [line for line in _lines(program, recipe) if rank is None or rank in line.ranks]
     if as_json:
-        print(json.dumps(_as_json(program, lines, rank)))
+        grid = {"grid": str(program.schedule).splitlines()} if schedule else {}
+        print(json.dumps(_as_json(program, lines, rank) | grid))
     else:
         _print(program, lines, rank)
         if schedule:
             Console(highlight=False).print(str(program.schedule), soft_wrap=True)
+
+
+def _check_rank(program: Program, rank: int | None) -> None:
+    ranks = program.strategy.ranks
+    if rank is not None and rank not in ranks:
+        raise StrategyError(
+            f"--rank: rank {rank} works in no pipeline of this strategy; "
+            f"the ranks at work are {rank_text(ranks)}"
+        )
+
+
+def _write(text: str, path: Path) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"--plan: {path} cannot be written: {error.strerror}") from error
 
 
 def _lines(program: Program, recipe: Recipe) -> Iterator[ReshardLine]:
@@ -149,24 +168,57 @@ def _print(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> 
     console = Console(highlight=False)
     strategy = program.strategy
     console.print(strategy_table(strategy))
-    layers = program.annotated.graph.reshards
-    console.print(
-        f"{len(strategy.ranks)} ranks, {sum(1 for name in layers if name.endswith('.entry'))} layers per pipeline, "
-        f"{strategy.rows_per_step} sequences per step, schedule {strategy.schedule}, zero {strategy.zero}"
+    layers = sum(1 for name in program.annotated.graph.reshards if name.endswith(".entry"))
+    _say(
+        console,
+        f"{len(strategy.ranks)} rank{'s' * (len(strategy.ranks) > 1)}, {layers} layers per pipeline, "
+        f"{strategy.rows_per_step} sequences per step, schedule {strategy.schedule}, zero {strategy.zero}",
     )
     groups = _groups(program, rank)
-    console.print(f"{len(groups)} process groups for collectives: {' '.join(groups)}")
+    whose = "" if rank is None else f" of rank {rank}"
+    _say(console, f"{len(groups)} process groups for collectives{whose}: {' '.join(groups) or 'none'}")
     timing = clock(
         program.schedule.pipelines, lambda pipeline, stage, kind: _units(program, pipeline, stage, kind)
     )
-    console.print(
+    _say(
+        console,
         f"bubble if all devices were equally fast: {100 * timing.bubble_share:.1f}% "
-        "(forward 1 and backward 2 per layer, divided by TP; no communication)"
+        "(forward 1 and backward 2 per layer, divided by TP; no communication)",
     )
     if rank is not None:
         _print_rank(console, program, rank)
-    console.print(_table("activations, per micro-batch", [line for line in lines if line.kind == ACTIVATION]))
-    console.print(_table("gradients, per step (FP32)", [line for line in lines if line.kind == GRADIENT]))
+    if len(strategy.pipelines) > 1:
+        _say(
+            console, "operators of pipelines 0, 1, ... are listed in this order, or once where they are equal"
+        )
+    unit = "MB (1e6 bytes) that all ranks send together"
+    _print_lines(
+        console, f"activations, per micro-batch; {unit}", [line for line in lines if line.kind == ACTIVATION]
+    )
+    _print_lines(
+        console, f"gradients, per step (FP32); {unit}", [line for line in lines if line.kind == GRADIENT]
+    )
+
+
+def _print_lines(console: Console, title: str, lines: Sequence[ReshardLine]) -> None:
+    """A table of the Reshards that send something, and the names of the others."""
+    idle = [line for line in lines if {*line.operators, *line.backward_operators} == {"Identity"}]
+    _say(console, title)
+    if len(idle) < len(lines):
+        console.print(_table([line for line in lines if line not in idle]))
+    names: dict[str, list[str]] = {}
+    for name, layers, _ in _folded(idle):
+        names.setdefault(layers, []).append(name)
+    if names:
+        parts = (
+            f"{', '.join(own)}{f' in layers {layers}' if layers else ''}" for layers, own in names.items()
+        )
+        _say(console, f"Identity, nothing is sent: {'; '.join(parts)}")
+
+
+def _say(console: Console, text: str) -> None:
+    """A sentence: wrapped for people, in one line for other programs."""
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def _groups(program: Program, rank: int | None) -> list[str]:
@@ -191,31 +243,34 @@ def _print_rank(console: Console, program: Program, rank: int) -> None:
         for lo, hi in region:
             local *= hi - lo
         elements += local
-    console.print(
+    _say(
+        console,
         f"rank {rank}: pipeline {number}, stage {stage} ({layer_text(part, stage == 0, stage == count - 1)}), "
-        f"{elements:,} parameters, {sum(len(chunk.nodes) for chunk in executable.chunks)} operators"
+        f"{elements:,} parameters, {sum(len(chunk.nodes) for chunk in executable.chunks)} operators",
     )
-    console.print(f"  its step: {spell_steps(program.schedule.steps(number, stage))}", soft_wrap=True)
+    _say(console, f"its step: {spell_steps(program.schedule.steps(number, stage))}")
 
 
-def _table(title: str, lines: Sequence[ReshardLine]) -> Table:
+def _table(lines: Sequence[ReshardLine]) -> Table:
     """Lines of consecutive layers with the same operators and bytes are folded into one."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("Reshard", overflow="fold")
+    table = Table()
+    table.add_column("Reshard", no_wrap=True)
+    table.add_column("layers")
     table.add_column("forward" if any(line.backward_operators for line in lines) else "operators")
     table.add_column("MB", justify="right")
     if any(line.backward_operators for line in lines):
         table.add_column("backward")
         table.add_column("MB", justify="right")
-    for name, line in _folded(lines):
-        cells = [name, _operators(line.operators), _megabytes(line.bytes)]
+    for name, layers, line in _folded(lines):
+        cells = [name, layers, _operators(line.operators), _megabytes(line.bytes)]
         if line.backward_operators:
             cells += [_operators(line.backward_operators), _megabytes(line.backward_bytes)]
         table.add_row(*cells)
     return table
 
 
-def _folded(lines: Sequence[ReshardLine]) -> list[tuple[str, ReshardLine]]:
+def _folded(lines: Sequence[ReshardLine]) -> list[tuple[str, str, ReshardLine]]:
+    """Name inside the layer, layers (as `0-14, 17`, or ""), and one line for all that are alike."""
     alike: dict[tuple[object, ...], list[tuple[str, ReshardLine]]] = {}
     for line in lines:
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", line.name)
@@ -224,8 +279,8 @@ def _folded(lines: Sequence[ReshardLine]) -> list[tuple[str, ReshardLine]]:
         alike.setdefault(key, []).append((number, line))
     folded = []
     for (rest, in_layers, *_), members in alike.items():
-        name = f"layers.{_spans([int(number) for number, _ in members])}.{rest}" if in_layers else str(rest)
-        folded.append((name, members[0][1]))
+        layers = _spans([int(number) for number, _ in members]) if in_layers else ""
+        folded.append((str(rest), layers, members[0][1]))
     return folded
 
 
@@ -236,12 +291,11 @@ def _spans(numbers: Sequence[int]) -> str:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    text = ",".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in spans)
-    return text if len(numbers) == 1 else f"[{text}]"
+    return ", ".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in spans)
 
 
 def _operators(operators: Sequence[str]) -> str:
-    return operators[0] if len(set(operators)) == 1 else " | ".join(operators)
+    return operators[0] if len(set(operators)) == 1 else ", ".join(operators)
 
 
 def _megabytes(count: int) -> str:

@@ -25,7 +25,7 @@ RecipeFile = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/quickstart.yaml.")
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as training.lr=1e-4.")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, such as training.lr=1e-4.")
 ]
 Settings = Annotated[
     list[str] | None,
@@ -42,11 +42,7 @@ def pretrain(recipe: RecipeFile, overrides: Overrides = None, settings: Settings
     checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
     from hetero_megatron import train
 
-    run = train.prepare(checked)
-    if "LOCAL_RANK" in os.environ:
-        train.pretrain_under_launcher(run, int(os.environ["LOCAL_RANK"]))
-        return
-    raise typer.Exit(train.pretrain(run))
+    raise typer.Exit(train.start(train.prepare(checked), os.environ))
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """`hetero-megatron switch`: a dry run of a change of strategy (paper §7, Table 4)."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from fractions import Fraction
@@ -15,15 +16,17 @@ from hetero_megatron.errors import RecipeError
 from hetero_megatron.graph.nodes import Graph
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.layout import annotate
+from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.recipe import Recipe
+from hetero_megatron.report import rank_text
 from hetero_megatron.switch_plan import SwitchPlan, parameters_between, plan_switch
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 NOTES: Mapping[str, str] = {
     "naive": "smallest living owner sends",
     "unfused": "heuristics, tensor by tensor",
-    "fused": "heuristics over one table of all tensors",
+    "fused": "heuristics, all tensors in one table",
 }
 
 
@@ -46,24 +49,44 @@ def make_switch(before: Recipe, after: Recipe, lost: frozenset[int], bytes_per_p
     config = before.make_config()
     if config != after.make_config():
         raise RecipeError(
-            "the two recipes describe different models: a switch changes the strategy, not the model"
+            f"FROM and TO are different models ({_difference(config, after.make_config())}): "
+            "a switch changes the strategy, not the model"
         )
     cluster = _wider(before.make_cluster(), after.make_cluster())
-    used = lost & set(after.make_strategy().ranks)
-    if used:
-        raise RecipeError(
-            f"rank {min(used)} is lost, but the new strategy uses it; list it under strategy.idle_ranks there"
-        )
-    for rank in sorted(lost):
-        cluster.device(rank)
+    _check_lost(lost, after, cluster)
     graph = trace(Llama(config))
     shapes = {name: graph.parameter_shape(name) for name in graph.parameters}
     parameters = parameters_between(shapes, _plan(graph, before), _plan(graph, after))
     return plan_switch(parameters, cluster, lost, bytes_per_parameter)
 
 
+def _difference(before: LlamaConfig, after: LlamaConfig) -> str:
+    pairs = zip(dataclasses.asdict(before).items(), dataclasses.asdict(after).values(), strict=True)
+    return ", ".join(f"{name} {old} and {new}" for (name, old), new in pairs if old != new)
+
+
+def _check_lost(lost: frozenset[int], after: Recipe, cluster: Cluster) -> None:
+    for rank in sorted(lost - set(cluster.ranks)):
+        raise RecipeError(f"--lost: rank {rank} is not in the cluster (ranks {rank_text(cluster.ranks)})")
+    used = lost & set(after.make_strategy().ranks)
+    if used:
+        with after.named():
+            raise RecipeError(
+                f"rank {min(used)} is lost, but the new strategy uses it; list it under strategy.idle_ranks"
+            )
+
+
 def _wider(before: Cluster, after: Cluster) -> Cluster:
-    return before if len(before.devices) >= len(after.devices) else after
+    """The cluster with more devices, after a check that it continues the other one."""
+    small, wide = sorted((before, after), key=lambda cluster: len(cluster.devices))
+    for device in small.devices:
+        if wide.device(device.rank) != device:
+            kinds = (before.device(device.rank).kind, after.device(device.rank).kind)
+            raise RecipeError(
+                f"rank {device.rank} is another device in FROM ({kinds[0]}) than in TO ({kinds[1]}); "
+                "describe the same cluster in both"
+            )
+    return wide
 
 
 def _plan(graph: Graph, recipe: Recipe) -> AnnotationPlan:
@@ -96,14 +119,18 @@ def _links(plan: SwitchPlan) -> tuple[str, ...]:
 
 
 def _print(plan: SwitchPlan, bytes_per_parameter: int) -> None:
-    links = _links(plan)
-    title = f"bytes sent, {bytes_per_parameter} per parameter (GB = 1e9 bytes)"
+    sent = {algorithm: plan.bytes_sent(algorithm) for algorithm in ALGORITHMS}
+    used = {link for by_rank in sent.values() for by_link in by_rank.values() for link in by_link}
+    links = [link for link in _links(plan) if link in used]
+    if not links:
+        print("nothing has to be sent: every rank already holds what it needs")
+        return
+    title = f"GB (1e9 bytes) that each rank sends, {bytes_per_parameter} bytes per parameter"
     table = Table(title=title, title_justify="left", caption="a rank that is not listed sends nothing")
     table.add_column("rank", justify="right")
     for algorithm in ALGORITHMS:
         for link in links:
             table.add_column(f"{algorithm}\n{link}", justify="right")
-    sent = {algorithm: plan.bytes_sent(algorithm) for algorithm in ALGORITHMS}
     for rank in sorted({rank for by_rank in sent.values() for rank in by_rank}):
         table.add_row(
             str(rank), *(_gb(sent[a].get(rank, {}).get(link, 0)) for a in ALGORITHMS for link in links)
@@ -114,13 +141,13 @@ def _print(plan: SwitchPlan, bytes_per_parameter: int) -> None:
     largest = [
         max((by.get(link, 0) for by in sent[a].values()), default=0) for a in ALGORITHMS for link in links
     ]
-    table.add_row("most", *map(_gb, largest))
+    table.add_row("max", *map(_gb, largest))
     console = Console(soft_wrap=True)
     console.print(table)
     for algorithm in ALGORITHMS:
         messages = len(plan.scheme(algorithm).messages())
         console.print(
-            f"{algorithm:8} {NOTES[algorithm]}; {messages} pairs of ranks exchange messages", highlight=False
+            f"{algorithm:8} {NOTES[algorithm]}; {messages} messages, one per rank pair", highlight=False
         )
 
 

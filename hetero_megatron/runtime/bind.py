@@ -199,7 +199,7 @@ class BoundStage:
         _wait(work)  # NCCL joins a batch into one handle
         for port, number, finish in landing:
             port.ready[number] = finish()
-        # What was sent a pipeline's depth ago has been answered in 1F1B: waiting for it only frees its buffer.
+        # What was sent a pipeline's depth ago has been answered in 1F1B: to wait for it only frees its buffer.
         while len(self._sending) > self._most_sending:
             _wait(self._sending.popleft())
         self.clock.add("bubble" if landing else "communication", at)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from hetero_megatron.errors import HeteroError
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 3.0
+# How gloo words the end of a peer.
+_LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "Connection refused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,9 @@ def end_at_once(index: int) -> Iterator[None]:
         yield
     except BaseException as error:
         try:
-            if isinstance(error, HeteroError):
-                print(f"error: {error}", file=sys.stderr)
-            elif not isinstance(error, KeyboardInterrupt):
-                print(f"rank process {index} failed:\n{traceback.format_exc()}", file=sys.stderr)
+            if not isinstance(error, KeyboardInterrupt):
+                # In one piece: several ranks often say the same at the same time.
+                sys.stderr.write(_told(error, index) + "\n")
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
@@ -100,19 +101,27 @@ def use_batch_scheduling() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def _told(error: BaseException, index: int) -> str:
+    """What a person reads of a failure: a refusal or a lost peer in one line, a defect with its traceback."""
+    if isinstance(error, HeteroError):
+        return f"error: {error}"
+    text = str(error)
+    if isinstance(error, RuntimeError) and "gloo/transport" in text and any(end in text for end in _LOST):
+        return f"error: rank process {index} has lost its connection to another one, which has ended"
+    return f"rank process {index} failed:\n{traceback.format_exc()}"
+
+
 def _reap(pids: Sequence[int], timeout_s: float | None) -> int:
     """Wait for all; the first failure shortens the wait for the rest to a grace period."""
     alive, code = set(pids), 0
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while alive:
-        for pid in list(alive):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if not done:
-                continue
+        for pid, ended in _ended(alive):
             alive.discard(pid)
-            ended = os.waitstatus_to_exitcode(status)
             if ended and not code:
                 code = 128 - ended if ended < 0 else ended
+                if ended < 0:
+                    print(_killed(pids.index(pid), -ended), file=sys.stderr, flush=True)
                 grace = time.monotonic() + _GRACE_SECONDS
                 deadline = grace if deadline is None else min(deadline, grace)
         if deadline is not None and time.monotonic() > deadline:
@@ -122,10 +131,34 @@ def _reap(pids: Sequence[int], timeout_s: float | None) -> int:
     return code
 
 
+def _ended(alive: Collection[int]) -> list[tuple[int, int]]:
+    """Who has just ended, with exit codes; killed ones first, because the others may have failed for want of them."""
+    found: dict[int, int] = {}
+    for _ in range(2):  # who was looked at before being killed is seen the second time
+        for pid in alive:
+            if pid not in found:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    found[pid] = os.waitstatus_to_exitcode(status)
+        if not any(found.values()):
+            break
+    return sorted(found.items(), key=lambda each: each[1] >= 0)
+
+
+def _killed(index: int, number: int) -> str:
+    why = ": by someone, or by the system because memory ran out" if number == signal.SIGKILL else ""
+    return f"error: rank process {index} was killed by {signal.Signals(number).name}{why}"
+
+
 def _kill(pids: Sequence[int]) -> None:
+    """All at once, before one of them reports that another is gone."""
+    alive = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             done, _ = os.waitpid(pid, os.WNOHANG)
             if not done:
                 os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+                alive.append(pid)
+    for pid in alive:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)

@@ -1,4 +1,4 @@
-"""Splits, groups and messages of pipelines: no layer is lost, no rank waits for ever, nothing arrives altered."""
+"""Splits, groups and messages of pipelines: no layer is lost, no rank hangs, nothing arrives altered."""
 
 import random
 import time
@@ -40,6 +40,7 @@ from tests.distributed.training import (
     train,
 )
 
+SGD = OptimizerSettings(name="sgd", lr=0.1)
 D0 = sequences(24)
 STEPS = [D0[0:6], D0[6:12], D0[12:18]]
 
@@ -353,14 +354,15 @@ def test_a_message_cut_by_one_element_ends_the_run_and_names_ranks_and_sizes(
 # Send and receive order between neighbours (O-35).
 
 # 512 tokens of 1024 floats are 2 MiB: no transport takes them in before the receiver asks for them.
+# The layers are otherwise narrow, so that messages are what takes time.
 WIDE = LlamaConfig(
     num_layers=2,
     hidden_size=1024,
-    ffn_hidden_size=64,
+    ffn_hidden_size=8,
     num_attention_heads=4,
     num_query_groups=4,
-    vocab_size=96,
-    head_dim=8,
+    vocab_size=32,
+    head_dim=2,
 )
 NEIGHBOURS = {
     "TP2 > TP1": [stage("0-1", "0"), stage("2", "1")],
@@ -369,11 +371,12 @@ NEIGHBOURS = {
 }
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("name", NEIGHBOURS)
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"), [("TP2 > TP1", False), ("TP1 > TP2", False), ("TP4 > TP2", True)]
+)
 def test_large_messages_pass_in_both_directions_whoever_is_late(name: str, sequence_parallel: bool) -> None:
     plan = strategy((6, 1, NEIGHBOURS[name]), sequence_parallel=sequence_parallel)
-    documents = sequences(6, length=512)
+    documents = sequences(6, length=512, vocab=32)
     delays = random.Random()
 
     def late(session: Session) -> None:
@@ -391,7 +394,7 @@ def test_large_messages_pass_in_both_directions_whoever_is_late(name: str, seque
         plan,
         [documents] * 6,
         WIDE,
-        OptimizerSettings(name="sgd", lr=0.0),
+        replace(SGD, lr=0.0),
         prepare=late,
         before_step=lambda session, step: delays.seed(f"{step} {session.world.rank}"),
         timeout_s=60,
@@ -410,7 +413,9 @@ def test_pipelines_may_have_other_counts_of_micro_batches_of_mixed_lengths() -> 
         tuple(document[:length] for document, length in zip(D0[first : first + 5], MIXED, strict=True))
         for first in (0, 5, 10)
     ]
-    assert_parity(train(het4((3, 1), (2, 1)), steps, timeout_s=30), reference(steps))
+    # SGD: of so few tokens, some gradients are all rounding, which Adam would blow up a hundredfold.
+    found = train(het4((3, 1), (2, 1)), steps, settings=SGD, timeout_s=30)
+    assert_parity(found, reference(steps, settings=SGD))
 
 
 def test_a_stage_that_believes_in_another_count_is_told_before_the_first_send(

@@ -204,7 +204,7 @@ def test_a_rank_that_cannot_print_does_not_go_on_as_its_parent() -> None:
 
 
 def test_a_process_of_a_launcher_ends_at_once_on_an_error(capfd: pytest.CaptureFixture[str]) -> None:
-    """Without the clean-up of an ordinary exit, in which gloo waits for messages of peers that wait as well."""
+    """Without the clean-up of an ordinary exit, in which gloo waits for messages of other ranks."""
     codes = []
     for error in (RuntimeFailure("boom"), KeyboardInterrupt(), ZeroDivisionError("oh")):
         pid = os.fork()

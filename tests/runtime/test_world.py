@@ -68,7 +68,7 @@ def test_groups_join_the_ranks_they_name_in_whatever_order() -> None:
 
 
 def test_groups_may_be_added_by_ranks_that_are_in_some_of_them_only() -> None:
-    """A member that skipped a group which others made would give the next one another name, and wait for ever."""
+    """Whoever skipped a group that others made would give the next one another name, and hang."""
 
     def work(world: World) -> Any:
         groups = Groups(world, [(0, 1)])

@@ -1,0 +1,237 @@
+"""`explain`: C1 and C2 as the paper describes them (Figure 19), one rank's view, readable tables."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.commands import C1, C2, SMALL, refusal, run
+
+HIDDEN, FFN, TOKENS = 6656, 17920, 4096
+BOUNDARY = TOKENS * HIDDEN * 2
+"""Bytes of one micro-batch's activations in BF16: 4096 tokens."""
+
+
+def explained(*arguments: str) -> Any:
+    ended = run("explain", *arguments, "--json")
+    assert ended.code == 0, ended.err
+    return json.loads(ended.out)
+
+
+@pytest.fixture(scope="module")
+def c2() -> Any:
+    return explained(C2)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    (tmp_path / "small.yaml").write_text(SMALL)
+    return str(tmp_path / "small.yaml")
+
+
+def by_name(found: Any) -> dict[str, Any]:
+    return {reshard["name"]: reshard for reshard in found["reshards"]}
+
+
+def operators(found: Any, part: str, layers: range) -> set[tuple[str, ...]]:
+    """The operators of one Reshard or gradient in these layers."""
+    reshards = by_name(found)
+    return {tuple(reshards[f"layers.{layer}.{part}"]["operators"]) for layer in layers}
+
+
+def test_the_json_has_the_keys_that_scripts_rely_on(c2: Any) -> None:
+    assert {"pipelines", "reshards"} <= set(c2)
+    for pipeline in c2["pipelines"]:
+        assert set(pipeline) == {"micro_batches", "micro_batch_size", "stages"}
+        for stage in pipeline["stages"]:
+            assert set(stage) == {"ranks", "layers", "tp", "cp"}
+            assert len(stage["layers"]) == 2
+    assert len(by_name(c2)) == len(c2["reshards"]), "a name stands for one Reshard"
+    for reshard in c2["reshards"]:
+        assert {"name", "operators", "bytes"} <= set(reshard)
+        assert [type(operator) for operator in reshard["operators"]] == [str, str]
+        assert type(reshard["bytes"]) is int
+
+
+def test_c2_has_31_ranks_60_layers_and_64_sequences(c2: Any) -> None:
+    """Case O-08: irregular plans are accepted as written."""
+    first, second = c2["pipelines"]
+    assert (first["micro_batches"], second["micro_batches"]) == (33, 31)
+    assert sum(p["micro_batches"] * p["micro_batch_size"] for p in c2["pipelines"]) == 64
+    assert c2["sequences_per_step"] == 64
+    used = [rank for pipeline in c2["pipelines"] for stage in pipeline["stages"] for rank in stage["ranks"]]
+    assert sorted(used) == c2["ranks"] == list(range(31))
+    assert c2["idle_ranks"] == [31]
+    for pipeline in c2["pipelines"]:
+        spans = [stage["layers"] for stage in pipeline["stages"]]
+        assert [layer for first, last in spans for layer in range(first, last + 1)] == list(range(60))
+    assert [stage["tp"] for stage in second["stages"]] == [4, 4, 4, 2, 1]
+    assert second["stages"][3] == {"ranks": [28, 29], "layers": [48, 55], "tp": 2, "cp": 1}
+
+
+def test_c2_communicates_inside_stages_as_figure_19_says(c2: Any) -> None:
+    for part in ("attention", "mlp"):
+        assert operators(c2, f"{part}_in", range(56)) == {("AG", "AG")}
+        assert operators(c2, f"{part}_out", range(56)) == {("RS", "RS")}
+        assert operators(c2, f"{part}_in", range(56, 60)) == {("AG", "Identity")}
+        assert operators(c2, f"{part}_out", range(56, 60)) == {("RS", "Identity")}
+    reshards = by_name(c2)
+    # Each of four ranks sends three quarters around the ring; so in both pipelines, up to layer 47.
+    assert reshards["layers.0.attention_in"]["bytes"] == 2 * 3 * BOUNDARY
+    assert reshards["layers.48.attention_in"]["bytes"] == (3 + 1) * BOUNDARY
+    assert reshards["layers.56.attention_in"]["bytes"] == 3 * BOUNDARY
+    assert reshards["layers.0.attention_in"]["backward_operators"] == ["RS", "RS"]
+
+
+def test_c2_crosses_stages_by_sr_between_equal_and_bsr_between_unequal_stages(c2: Any) -> None:
+    sending = {
+        number: tuple(by_name(c2)[f"layers.{number}.entry"]["operators"])
+        for number in range(60)
+        if by_name(c2)[f"layers.{number}.entry"]["bytes"]
+    }
+    assert sending == {
+        **dict.fromkeys((15, 30, 45), ("SR", "Identity")),
+        **dict.fromkeys((16, 32), ("Identity", "SR")),
+        **dict.fromkeys((48, 56), ("Identity", "BSR")),
+    }
+    assert {by_name(c2)[f"layers.{number}.entry"]["bytes"] for number in sending} == {BOUNDARY}
+
+
+def test_c2_synchronises_gradients_by_ar_and_where_tp_differs_by_split_ar(c2: Any) -> None:
+    for part in ("wq", "wk", "wv", "wo", "gate", "up", "down"):
+        assert operators(c2, f"{part}.weight", range(48)) == {("AR", "AR")}
+        assert operators(c2, f"{part}.weight", range(48, 60)) == {("SplitAR", "SplitAR")}
+    for part in ("attention_norm", "mlp_norm"):
+        assert operators(c2, f"{part}.weight", range(48)) == {("AR+AR", "AR+AR")}
+        assert operators(c2, f"{part}.weight", range(48, 56)) == {("AR+SplitAR", "AR+SplitAR")}
+        assert operators(c2, f"{part}.weight", range(56, 60)) == {("AR+SplitAR", "SplitAR")}
+    reshards = by_name(c2)
+    assert reshards["embedding.weight"]["operators"] == ["AR", "AR"]
+    assert reshards["head.weight"]["operators"] == ["SplitAR", "SplitAR"]
+    # Two pipelines add up: each sends the whole FP32 gradient once, however it is cut.
+    assert reshards["layers.0.wq.weight"]["bytes"] == 2 * HIDDEN * HIDDEN * 4
+    assert reshards["layers.59.down.weight"]["bytes"] == 2 * FFN * HIDDEN * 4
+
+
+def test_a_homogeneous_strategy_has_plain_operators_only() -> None:
+    found = explained(C1)
+    used = {name for line in found["reshards"] for name in line["operators"] + line["backward_operators"]}
+    assert used == {"AR", "RS", "AG", "SR", "Identity", "AR+AR"}
+    assert all(len(set(line["operators"])) == 1 for line in found["reshards"]), "pipelines are alike"
+
+
+def test_a_plan_of_80_layers_as_17_17_46_on_24_ranks_is_accepted() -> None:
+    stages = "{ranks: 0-7, layers: 0-16}, {ranks: 8-15, layers: 17-33}, {ranks: 16-23, layers: 34-79}"
+    found = explained(
+        C1,
+        "model=llama_70b",
+        "cluster.h20.nodes=3",
+        f"strategy={{pipelines: [{{micro_batches: 64, stages: [{stages}]}}]}}",
+    )
+    assert [stage["layers"] for stage in found["pipelines"][0]["stages"]] == [[0, 16], [17, 33], [34, 79]]
+    assert found["sequences_per_step"] == 64
+
+
+def test_c2_with_one_layer_less_is_refused() -> None:
+    message = refusal("explain", C2, "strategy.pipelines.1.stages.4.layers=56-58")
+    assert message.startswith(f"{C2}: strategy: pipeline 1: layer 59 is missing")
+
+
+def test_one_rank_sees_what_it_takes_part_in(c2: Any) -> None:
+    found = explained(C2, "--rank", "30")
+    assert (found["rank"], found["pipeline"], found["stage"]) == (30, 1, 4)
+    assert found["groups"] == [group for group in c2["groups"] if 30 in group] != []
+    assert {"layers.56.entry", "layers.59.wq.weight", "head.weight"} <= set(by_name(found))
+    assert not {"layers.48.entry", "layers.0.wq.weight", "embedding.weight"} & set(by_name(found))
+    assert found["actions"].startswith("{RECV_F0} F0 B0 {SEND_B0 RECV_F1} F1")
+    shown = run("explain", C2, "--rank", "30").out
+    assert "rank 30: pipeline 1, stage 4 (L56-59), " in shown
+    assert "its step: {RECV_F0} F0 B0" in shown
+    assert "process groups for collectives of rank 30: R12,30 R13,30 R14,30 R15,30\n" in shown
+
+
+@pytest.mark.parametrize("rank", ["31", "99", "-1"])
+def test_a_rank_that_does_not_work_is_refused(rank: str) -> None:
+    message = refusal("explain", C2, "--rank", rank)
+    assert message == (
+        f"{C2}: --rank: rank {rank} works in no pipeline of this strategy; the ranks at work are R0-30"
+    )
+
+
+def boxes(text: str) -> Iterator[str]:
+    return (line for line in text.splitlines() if line[:1] in tuple("┏┃┡│├└+|"))
+
+
+@pytest.mark.parametrize("recipe", [C1, C2, str(Path(C1).parent.parent / "quickstart.yaml")])
+def test_tables_fit_80_columns_and_break_no_name(recipe: str) -> None:
+    shown = run("explain", recipe).out
+    assert max(map(len, boxes(shown))) <= 80
+    assert "…" not in shown
+    for name in ("embedding_out", "attention_out", "attention_norm.weight", "final_norm.weight"):
+        assert name in shown
+
+
+def test_the_summary_names_what_the_strategy_amounts_to() -> None:
+    shown = run("explain", C2).out
+    assert "31 ranks, 60 layers per pipeline, 64 sequences per step, schedule 1f1b, zero 0\n" in shown
+    assert "40 process groups for collectives: R0-3 R0,16 " in shown
+    assert "idle: R31" in shown
+    assert "\nIdentity, nothing is sent: entry in layers 0-14, 17-29, 31, 33-44, " in shown
+
+
+def test_deep_pipelines_are_continued_below(small: str) -> None:
+    shown = run("explain", small, "strategy={pp: 12, micro_batches: 3}", "model.num_layers=12").out
+    assert max(map(len, boxes(shown))) <= 80
+    assert "…" not in shown
+    assert [line for line in shown.splitlines() if line.startswith("strategy, from")] == [
+        line
+        for line in shown.splitlines()
+        if line.startswith(("strategy, from stage 5", "strategy, from stage 10"))
+    ]
+    assert all(f"R{rank} " in shown and f"stage {rank} " in shown for rank in range(12))
+
+
+def test_a_single_rank_communicates_nothing(small: str) -> None:
+    shown = run("explain", small, "strategy={micro_batches: 3}").out
+    assert "1 rank, 2 layers per pipeline" in shown
+    assert "0 process groups for collectives: none\n" in shown
+    assert shown.count("Identity, nothing is sent: ") == 2
+    assert "(1 stage)" in shown
+
+
+def test_the_time_grid_is_drawn_on_request(small: str) -> None:
+    grid = "stage 1 | .  F0 B0 == F1 B1 == .  ."
+    assert grid in run("explain", small, "--schedule").out
+    assert grid not in run("explain", small).out
+    assert grid in explained(small, "--schedule")["grid"]
+
+
+def test_a_plan_that_cannot_be_written_is_refused(small: str, tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "plan.json"
+    message = refusal("explain", small, "--plan", str(path))
+    assert message == f"--plan: {path} cannot be written: No such file or directory"
+
+
+def test_overrides_are_arguments_or_options(small: str) -> None:
+    changed = explained(small, "strategy.schedule=gpipe", "--set", "strategy.sequence_parallel=false")
+    assert changed["schedule"] == "gpipe"
+    assert by_name(changed)["layers.0.attention_out"]["operators"] == ["AR", "Identity"]
+
+
+def test_a_terminal_without_unicode_and_a_reader_that_stops_early_do_no_harm(small: str) -> None:
+    """`explain RECIPE | head -1` in an ASCII locale."""
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "hetero_megatron", "explain", small]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert [process.stdout.readline()[:8], process.stdout.readline()[:8]] == ["strategy", "+-------"]
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
