@@ -6,6 +6,7 @@ starts the local ranks itself.
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -169,18 +170,23 @@ def _metrics(folder: Path | None) -> Iterator[TextIO | None]:
         yield file
 
 
-def _metric(result: StepResult) -> dict[str, float | int | str]:
+def _metric(result: StepResult) -> dict[str, float | int | str | None]:
+    """One line of metrics; a loss or norm that is not finite is null, which JSON can say."""
     seconds = result.seconds["step"]
-    line: dict[str, float | int | str] = {
+    line: dict[str, float | int | str | None] = {
         "iteration": result.iteration,
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
+        "loss": _finite(result.loss),
+        "grad_norm": _finite(result.grad_norm),
         "lr": result.lr,
         "valid_tokens": result.valid_tokens,
         "step_seconds": seconds,
         "tokens_per_second": result.valid_tokens / seconds,
     }
     return line | ({"skipped": result.skipped} if result.skipped else {})
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 def start(run: Run, environment: Mapping[str, str]) -> int:

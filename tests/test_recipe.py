@@ -286,3 +286,14 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
 def test_a_file_with_control_characters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=re.escape("recipe.yaml is not YAML: ")):
         load_recipe(written(tmp_path, "model: \x00"))
+
+
+def test_an_automatic_split_of_seven_layers_over_three_stages_loses_none(tmp_path: Path) -> None:
+    text = """
+model: {preset: llama_tiny, num_layers: 7}
+strategy: {pp: 3, micro_batches: 2, micro_batch_size: 1}
+training: {train_iters: 1, global_batch_size: 2, seq_length: 16, lr: 1e-3}
+"""
+    (tmp_path / "auto.yaml").write_text(text)
+    (pipeline,) = load_recipe(tmp_path / "auto.yaml").make_strategy().pipelines
+    assert [list(stage.layer_numbers) for stage in pipeline.stages] == [[0, 1, 2], [3, 4], [5, 6]]
