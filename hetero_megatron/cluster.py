@@ -110,7 +110,7 @@ class Cluster:
         """The device of `rank`."""
         by_rank: dict[int, Device] = self._by_rank  # type: ignore[attr-defined]  # set once in __post_init__
         if rank not in by_rank:
-            raise ClusterError(f"rank {rank} is not in the cluster (ranks {_ranges(self.ranks)})")
+            raise ClusterError(f"rank {rank} is not in the cluster (ranks {ranges_text(self.ranks)})")
         return by_rank[rank]
 
     def kind(self, rank: int) -> DeviceKind:
@@ -138,12 +138,12 @@ class Cluster:
         return Cluster(self.devices + tuple(devices), self.kinds, self.inter_node)
 
 
-def _ranges(ranks: tuple[int, ...]) -> str:
-    """`0-3, 7` for (0, 1, 2, 3, 7)."""
+def ranges_text(numbers: Iterable[int]) -> str:
+    """`0-3, 7` for 0, 1, 2, 3, 7: ranks or layers for people to read."""
     spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
+    for number in sorted(numbers):
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
         else:
-            spans.append([rank, rank])
+            spans.append([number, number])
     return ", ".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in spans)

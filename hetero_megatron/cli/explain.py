@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from hetero_megatron.cluster import ranges_text
 from hetero_megatron.comm.steps import CommPlan
 from hetero_megatron.errors import RecipeError, StrategyError
 from hetero_megatron.models.llama import Llama
@@ -279,19 +280,9 @@ def _folded(lines: Sequence[ReshardLine]) -> list[tuple[str, str, ReshardLine]]:
         alike.setdefault(key, []).append((number, line))
     folded = []
     for (rest, in_layers, *_), members in alike.items():
-        layers = _spans([int(number) for number, _ in members]) if in_layers else ""
+        layers = ranges_text([int(number) for number, _ in members]) if in_layers else ""
         folded.append((str(rest), layers, members[0][1]))
     return folded
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in spans)
 
 
 def _operators(operators: Sequence[str]) -> str:

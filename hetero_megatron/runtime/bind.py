@@ -103,10 +103,8 @@ class BoundStage:
             (factor,) = node.signature.reduced
             annotation = self._program.annotated.values[node.inputs[0]]
             width = self._program.annotated.graph.size(node.inputs[0], 1)
-            shapes["logits"] = (
-                annotation.hsize * len(annotation.ranks),
-                width,
-            )  # any token count: only the width is read
+            tokens = annotation.hsize * len(annotation.ranks)  # any count: only the width is read
+            shapes["logits"] = (tokens, width)
             bounds["logits"] = annotation.region(self.world.rank).bounds(shapes["logits"])
             ranks = next((group for group in split_groups(annotation, 1) if self.world.rank in group), ())
             if ranks:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hetero_megatron.annotation import Region
 from hetero_megatron.comm.steps import Collective, CommPlan, Copy
 from hetero_megatron.errors import RuntimeFailure
-from hetero_megatron.runtime.slices import Shape, Slices, local_slices, pack, unpack
+from hetero_megatron.runtime.slices import Shape, Slices, count, local_slices, pack, unpack
 from hetero_megatron.runtime.world import World
 
 _CANARY_ELEMENTS = 1024
@@ -125,14 +125,7 @@ def _message(
 ) -> _Message:
     assert shard is not None, "a rank sends from, and receives into, a shard of its own"
     slices = tuple(local_slices(region, full_shape, shard) for region in regions)
-    return _Message(peer, slices, sum(_numel(tuple(s.stop - s.start for s in part)) for part in slices))
-
-
-def _numel(shape: Shape) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+    return _Message(peer, slices, count(slices))
 
 
 # A NaN with a payload that no arithmetic produces; gloo fills a short message in without a word.

@@ -36,34 +36,23 @@ class Exchange:
             self._stages.append(_compile(before, stage, rank, groups, full_shapes))
             before = stage.after
 
-    def run(
-        self, tensors: Tensors, flat: Tensor | None = None, outputs: Tensors | None = None
-    ) -> list[Tensor]:
+    def run(self, tensors: Tensors, flat: Tensor | None = None) -> list[Tensor]:
         """Exchange `tensors` (local shards by plan.src) and return the shards by plan.dst.
 
         Sums are made in place in the inputs where the layout allows it. `flat` is the one buffer whose
-        consecutive views the tensors are, if there is one. `outputs` receive the last stage's result.
+        consecutive views the tensors are, if there is one.
         """
         current = list(tensors)
-        for number, stage in enumerate(self._stages):
-            last = number == len(self._stages) - 1
+        for stage in self._stages:
             if stage.in_place:
                 result = current
-            elif last and outputs is not None:
-                result = list(outputs)
             else:
                 like = current[0] if current else None
                 result = [_empty(shape, like) for shape in stage.output_shapes]
-            for operation in stage.operations:
-                operation(current, result, flat if stage.in_place else None)
-            current = result
-            if not stage.in_place:
                 flat = None
-        if outputs is not None:
-            for made, wanted in zip(current, outputs, strict=True):
-                if made is not wanted:
-                    wanted.copy_(made)
-            return list(outputs)
+            for operation in stage.operations:
+                operation(current, result, flat)
+            current = result
         return current
 
 

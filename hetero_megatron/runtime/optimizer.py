@@ -114,8 +114,5 @@ def squared_norm(state: State) -> Tensor:
     if not state.slots:
         return torch.zeros((), dtype=torch.float64, device=state.device)
     parts = [state.view(state.gradient, slot) for slot in state.slots]
-    weights = torch.tensor(
-        [float(slot.counted) for slot in state.slots], dtype=torch.float64, device=state.device
-    )
     norms = torch.stack(torch._foreach_norm(parts)).double()
-    return (norms * norms * weights).sum()
+    return (norms * norms * state.counted).sum()

@@ -1,6 +1,7 @@
 """Regions as slices of local shards, and shards as flat messages."""
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -42,13 +43,7 @@ def unpack(buffer: Tensor, tensors: Tensors, slices: Sequence[Slices]) -> None:
 
 def count(slices: Sequence[Slices]) -> int:
     """Number of elements in all slices together."""
-    total = 0
-    for part in slices:
-        size = 1
-        for span in part:
-            size *= span.stop - span.start
-        total += size
-    return total
+    return sum(prod(span.stop - span.start for span in part) for part in slices)
 
 
 def located(region: Region, shapes: Sequence[Shape], shards: Sequence[Bounds]) -> list[Slices]:

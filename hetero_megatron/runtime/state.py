@@ -6,6 +6,7 @@ without packing. Sizes are local; `full_shape` is the global one.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ class ParameterSlot:
     @property
     def elements(self) -> int:
         """Local number of elements."""
-        return _numel(self.shape)
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,10 @@ class State:
         self.slots = tuple(slot for bucket in buckets for slot in bucket.slots)
         total = sum(slot.elements for slot in self.slots)
         self.device = device
+        # 1 where this rank counts a slot in global norms, 0 where another one does.
+        self.counted = torch.tensor(
+            [float(slot.counted) for slot in self.slots], dtype=torch.float64, device=device
+        )
         self.master = torch.zeros(total, dtype=torch.float32, device=device)
         self.gradient = torch.zeros_like(self.master)
         self.moments = {"exp_avg": torch.zeros_like(self.master), "exp_avg_sq": torch.zeros_like(self.master)}
@@ -145,10 +150,3 @@ def _accumulate_into(gradient: Tensor) -> Callable[[Tensor], None]:
             parameter.grad = None
 
     return hook
-
-
-def _numel(shape: Shape) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

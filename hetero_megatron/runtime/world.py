@@ -5,7 +5,7 @@ Strategies number ranks as the cluster does; torch.distributed numbers processes
 
 import datetime
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,13 +114,7 @@ class Groups:
         Raises:
             RuntimeFailure: there is none, or this process is no member.
         """
-        ranks = tuple(sorted(ranks))
-        if ranks not in self._groups:
-            raise RuntimeFailure(
-                f"rank {self.world.rank} is in no process group of ranks {ranks}; "
-                f"it is in {sorted(self._groups)}"
-            )
-        return self._groups[ranks]
+        return self._find(self._groups, "process group", ranks)
 
     def control(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group for host-side messages between `ranks`.
@@ -128,13 +122,17 @@ class Groups:
         Raises:
             RuntimeFailure: there is none, or this process is no member.
         """
+        return self._find(self._control, "control group", ranks)
+
+    def _find(
+        self, groups: Mapping[tuple[int, ...], dist.ProcessGroup], what: str, ranks: Sequence[int]
+    ) -> dist.ProcessGroup:
         ranks = tuple(sorted(ranks))
-        if ranks not in self._control:
+        if ranks not in groups:
             raise RuntimeFailure(
-                f"rank {self.world.rank} is in no control group of ranks {ranks}; "
-                f"it is in {sorted(self._control)}"
+                f"rank {self.world.rank} is in no {what} of ranks {ranks}; it is in {sorted(groups)}"
             )
-        return self._control[ranks]
+        return groups[ranks]
 
     @property
     def created(self) -> tuple[tuple[int, ...], ...]:
