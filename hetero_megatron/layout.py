@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hetero_megatron.annotation import DUPLICATE, Annotation, AnnotationPlan, DeviceGroup, DistributedStates
 from hetero_megatron.errors import StrategyError
+from hetero_megatron.graph.annotated import STATE
 from hetero_megatron.strategy import ModelFacts, Pipeline, Stage, Strategy
 
 # How tensor parallelism cuts a parameter, by the last part of its module's name. Weights are stored [out, in].
@@ -57,9 +58,7 @@ def annotate(
         stages = tuple(_stage_of(module, pipeline) for pipeline in strategy.pipelines)
         key = (role, hdim, *map(id, stages))
         if key not in known:
-            known[key] = _union(
-                stages, [_states(role, stage, facts, strategy.sequence_parallel) for stage in stages], hdim
-            )
+            known[key] = _union(stages, role, facts, strategy.sequence_parallel, hdim)
         entries[name] = known[key]
 
     for name in inputs:
@@ -67,34 +66,54 @@ def annotate(
     for name in parameters:
         module = name.rsplit(".", 1)[0]
         entry(name, module, _role(module, PARAMETER_ROLES, "parameter"), DUPLICATE)
+        if strategy.zero:
+            entries[name + STATE] = optimizer_layout(entries[name])
     for name in reshards:
         entry(name, name, _role(name, RESHARD_ROLES, "Reshard"), 0)
     return AnnotationPlan(entries)
 
 
-def read_plan(plan: AnnotationPlan, counts: Sequence[tuple[int, int]], facts: ModelFacts) -> Strategy:
-    """The strategy that `annotate` turns into `plan`, with (micro_batches, micro_batch_size) for each pipeline.
+def optimizer_layout(parameter: Annotation) -> Annotation:
+    """Where ZeRO-1 keeps the states of a parameter: cut over the subgroups, on a dim they leave whole (decision 4).
+
+    Rows where nobody cuts rows, because a run of rows is one piece of memory; otherwise columns.
+    """
+    if parameter.hsize == 1:
+        return parameter
+    cut = {dim for states in parameter.states for dim in states.split_dims}
+    return parameter.replace(parameter.states, 1 if 0 in cut else 0)
+
+
+def read_plan(plan: AnnotationPlan, counts: Sequence[tuple[int, int, int]], facts: ModelFacts) -> Strategy:
+    """The strategy that `annotate` turns into `plan`.
+
+    `counts` holds (micro_batches, micro_batch_size, context-parallel size) of each pipeline: a plan's subgroups are
+    context-parallel parts, and only the counts say which of them share a sequence.
 
     Raises:
-        StrategyError: the plan lacks an input, has another number of pipelines, or is not what `annotate` would
+        StrategyError: the plan lacks an input, has another number of parts, or is not what `annotate` would
             write for the stages that it describes; the first entry that differs is named.
     """
     for name in INPUT_MODULES:
         if name not in plan:
             raise StrategyError(f"the annotation plan has no entry {name!r}, where pipelines begin and end")
-    if plan["tokens"].hsize != len(counts):
+    parts = sum(cp for _, _, cp in counts)
+    if plan["tokens"].hsize != parts:
+        shared = f" that make {parts} context-parallel parts" if parts > len(counts) else ""
         raise StrategyError(
-            f"the annotation plan has {plan['tokens'].hsize} pipelines, micro-batch counts are given for {len(counts)}"
+            f"the annotation plan has {plan['tokens'].hsize} pipelines, micro-batch counts are given for "
+            f"{len(counts)}{shared}"
         )
-    pipelines = tuple(
-        Pipeline(micro_batches, size, _stages(plan, number))
-        for number, (micro_batches, size) in enumerate(counts)
-    )
-    entries = [name for name in plan if name not in INPUT_MODULES]
+    pipelines, first = [], 0
+    for micro_batches, size, cp in counts:
+        pipelines.append(Pipeline(micro_batches, size, _stages(plan, first, cp)))
+        first += cp
+    entries = [name for name in plan if name not in INPUT_MODULES and not name.endswith(STATE)]
     parameters = [name for name in entries if name.rsplit(".", 1)[-1] not in RESHARD_ROLES]
     reshards = [name for name in entries if name.rsplit(".", 1)[-1] in RESHARD_ROLES]
     split = any(states.split_dims for name in reshards for states in plan[name].states)
-    strategy = Strategy(pipelines, sequence_parallel=split)
+    zero = int(any(name.endswith(STATE) for name in plan))
+    strategy = Strategy(tuple(pipelines), zero, sequence_parallel=split)
     wanted = annotate(strategy, facts, parameters, reshards, INPUT_MODULES)
     for name in plan:
         if plan[name] != wanted[name]:
@@ -105,19 +124,34 @@ def read_plan(plan: AnnotationPlan, counts: Sequence[tuple[int, int]], facts: Mo
     return strategy
 
 
-def _stages(plan: AnnotationPlan, pipeline: int) -> tuple[Stage, ...]:
-    """Consecutive layers on one group are one stage; the inputs show stages that hold no layer."""
+def _stages(plan: AnnotationPlan, first: int, cp: int) -> tuple[Stage, ...]:
+    """Runs of layers on the same groups; a stage that comes back holds a further chunk of an interleaved pipeline.
+
+    The inputs show stages that hold no layer.
+    """
     layers = sorted({int(name.split(".")[1]) for name in plan if name.startswith("layers.")})
     walk = [("tokens", None), *((f"layers.{layer}.entry", layer) for layer in layers), ("targets", None)]
-    found: list[tuple[DeviceGroup, list[int]]] = []
+    stages: dict[tuple[DeviceGroup, ...], list[list[int]]] = {}
+    before: tuple[DeviceGroup, ...] | None = None
     for name, layer in walk:
-        if name not in plan or plan[name].hsize <= pipeline:
-            raise StrategyError(f"the annotation plan has no entry {name!r} for pipeline {pipeline}")
-        group = plan[name].groups[pipeline]
-        if not found or found[-1][0] != group:
-            found.append((group, []))
-        found[-1][1].extend([] if layer is None else [layer])
-    return tuple(Stage(group.ranks, (own[0], own[-1]) if own else None) for group, own in found)
+        if name not in plan or plan[name].hsize < first + cp:
+            raise StrategyError(f"the annotation plan has no entry {name!r} for pipeline {first}")
+        groups = plan[name].groups[first : first + cp]
+        chunks = stages.setdefault(groups, [])
+        if layer is not None and (groups != before or not chunks):
+            chunks.append([])
+        if layer is not None:
+            chunks[-1].append(layer)
+        before = groups
+    return tuple(_stage(groups, chunks) for groups, chunks in stages.items())
+
+
+def _stage(groups: tuple[DeviceGroup, ...], chunks: Sequence[Sequence[int]]) -> Stage:
+    ranges = tuple((own[0], own[-1]) for own in chunks)
+    sizes = tuple(len(group) for group in groups)
+    ranks = tuple(rank for group in groups for rank in group.ranks)
+    layers = None if not ranges else ranges[0] if len(ranges) == 1 else ranges
+    return Stage(ranks, layers, 0 if len(set(sizes)) == 1 else sizes, len(groups))
 
 
 def _role(module: str, roles: Mapping[str, str], what: str) -> str:
@@ -133,13 +167,14 @@ def _stage_of(module: str, pipeline: Pipeline) -> Stage:
     """The stage that runs `module`: by layer number, the first stage before the layers, the last after them."""
     if module.startswith("layers."):
         layer = int(module.split(".")[1])
-        return next(stage for stage in pipeline.stages if layer in stage.layer_numbers)
+        return next(
+            stage for stage in pipeline.stages if any(first <= layer <= last for first, last in stage.chunks)
+        )
     return pipeline.stages[0] if module.startswith("embedding") else pipeline.stages[-1]
 
 
-def _states(role: str, stage: Stage, facts: ModelFacts, sequence_parallel: bool) -> DistributedStates:
-    """The bottom tier of one stage."""
-    tp = stage.tensor_parallel_size
+def _states(role: str, tp: int, facts: ModelFacts, sequence_parallel: bool) -> DistributedStates:
+    """The bottom tier of one context-parallel part of one stage."""
     if role == KV and tp > facts.num_query_groups:
         return DistributedStates.of({0: facts.num_query_groups, DUPLICATE: tp // facts.num_query_groups})
     if role == SEQUENCE:
@@ -147,6 +182,10 @@ def _states(role: str, stage: Stage, facts: ModelFacts, sequence_parallel: bool)
     return DistributedStates.of({{COLUMN: 0, KV: 0, ROW: 1, WHOLE: DUPLICATE, GATHERED: DUPLICATE}[role]: tp})
 
 
-def _union(stages: Sequence[Stage], states: Sequence[DistributedStates], hdim: int) -> Annotation:
-    groups = tuple(DeviceGroup(stage.ranks) for stage in stages)
-    return Annotation(groups, tuple(states), hdim if len(stages) > 1 else DUPLICATE)
+def _union(
+    stages: Sequence[Stage], role: str, facts: ModelFacts, sequence_parallel: bool, hdim: int
+) -> Annotation:
+    """A subgroup for every context-parallel part: each has tokens of its own and a copy of every parameter."""
+    parts = [part for stage in stages for part in stage.parts]
+    states = tuple(_states(role, len(part), facts, sequence_parallel) for part in parts)
+    return Annotation(tuple(map(DeviceGroup, parts)), states, hdim if len(parts) > 1 else DUPLICATE)

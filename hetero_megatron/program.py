@@ -19,7 +19,7 @@ from hetero_megatron.layout import annotate
 from hetero_megatron.pipeline.action import Step
 from hetero_megatron.pipeline.construct import Pipelines, check_against, construct
 from hetero_megatron.pipeline.plan import Schedule, plan_schedule
-from hetero_megatron.strategy import ModelFacts, Strategy
+from hetero_megatron.strategy import ModelFacts, Stage, Strategy
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,8 @@ class Program:
         annotated = deduce(graph, plan)
         reshards = reshard_plans(annotated, cluster)
         expected = tuple(tuple(stage.ranks for stage in p.stages) for p in strategy.pipelines)
-        found = construct([r.forward for r in reshards if r.forward is not None], strategy.ranks)
+        shared = [stage.ranks for p in strategy.pipelines for stage in p.stages if len(stage.parts) > 1]
+        found = construct([r.forward for r in reshards if r.forward is not None], strategy.ranks, shared)
         check_against(found, expected)
         schedule = plan_schedule(
             strategy.schedule, [(len(p.stages), p.micro_batches) for p in strategy.pipelines]
@@ -77,16 +78,28 @@ class Program:
         """Stage number of `rank` in its pipeline."""
         return self._places[rank][1]
 
-    def reports_loss(self, rank: int) -> bool:
-        """Whether `rank` is the one that reports its pipeline's loss."""
-        number, _ = self._places[rank]
-        return self.pipelines[number][-1][0] == rank
+    def part_of(self, rank: int) -> int:
+        """Number of the context-parallel part of `rank` in its pipeline."""
+        parts = self.stage(rank).parts
+        return next(number for number, ranks in enumerate(parts) if rank in ranks)
 
-    def token_multiple(self, pipeline: int) -> int:
-        """What the tokens of a micro-batch must divide by: sequence parallelism cuts them over every stage's TP."""
+    def stage(self, rank: int) -> Stage:
+        """The stage that `rank` works on."""
+        pipeline, stage = self._places[rank]
+        return self.strategy.pipelines[pipeline].stages[stage]
+
+    def reports_loss(self, rank: int) -> bool:
+        """Whether `rank` is the one that reports the loss of its tokens: one in each context-parallel part."""
+        number, stage = self._places[rank]
+        last = stage == len(self.pipelines[number]) - 1
+        return last and any(part[0] == rank for part in self.stage(rank).parts)
+
+    def token_multiple(self, pipeline: int, part: int = 0) -> int:
+        """What a part's tokens of a micro-batch must divide by: sequence parallelism cuts them over every stage's TP."""
         if not self.strategy.sequence_parallel:
             return 1
-        return lcm(*(stage.tensor_parallel_size for stage in self.strategy.pipelines[pipeline].stages))
+        stages = self.strategy.pipelines[pipeline].stages
+        return lcm(*(stage.tensor_parallel_sizes[part] for stage in stages))
 
     def actions(self, rank: int, micro_batches: int) -> tuple[Step, ...]:
         """The steps of `rank` in a step with this many micro-batches in its pipeline."""

@@ -121,7 +121,13 @@ class Recipe(Section):
             else tuple(_pipeline(pipeline) for pipeline in section.pipelines)
         )
         return Strategy(
-            pipelines, section.zero, section.schedule, section.sequence_parallel, section.idle_ranks
+            pipelines,
+            section.zero,
+            section.schedule,
+            section.sequence_parallel,
+            section.idle_ranks,
+            section.context_parallel,
+            section.offload_optimizer,
         )
 
     def _planned(self, path: str, section: StrategySection) -> Strategy:
@@ -129,14 +135,21 @@ class Recipe(Section):
         try:
             plan = AnnotationPlan.from_json(Path(path).read_text(encoding="utf-8"))
             counts = [
-                (pipeline.micro_batches, pipeline.micro_batch_size) for pipeline in section.pipelines or ()
+                (pipeline.micro_batches, pipeline.micro_batch_size, pipeline.cp)
+                for pipeline in section.pipelines or ()
             ]
             strategy = read_plan(plan, counts, self.make_config().facts)
         except OSError as error:
             raise RecipeError(f"strategy.plan: {path}: {error.strerror}") from error
         except HeteroError as error:
             raise RecipeError(f"strategy.plan: {path}: {error}") from error
-        return dataclasses.replace(strategy, schedule=section.schedule, idle_ranks=section.idle_ranks)
+        return dataclasses.replace(
+            strategy,
+            schedule=section.schedule,
+            idle_ranks=section.idle_ranks,
+            context_parallel=section.context_parallel,
+            offload_optimizer=section.offload_optimizer,
+        )
 
     def open_corpus(self) -> Files:
         """The documents.
@@ -238,11 +251,18 @@ def _in_section(name: str) -> Iterator[None]:
 
 
 def _pipeline(section: PipelineSection) -> Pipeline:
-    stages = tuple(
-        Stage(stage.ranks, stage.layers, stage.tp or max(1, len(stage.ranks) // stage.cp), stage.cp)
-        for stage in section.stages or ()
-    )
+    stages = tuple(_stage(stage, section.cp) for stage in section.stages or ())
     return Pipeline(section.micro_batches, section.micro_batch_size, stages)
+
+
+def _stage(section: StageSection, cp: int) -> Stage:
+    """A stage; `cp` of its pipeline holds where the stage does not say otherwise."""
+    layers = section.layers[0] if section.layers and len(section.layers) == 1 else section.layers or None
+    if isinstance(section.tp, tuple):
+        return Stage(section.ranks, layers, section.tp, len(section.tp), section.recomputes, section.offload)
+    cp = section.cp or cp
+    tp = section.tp or max(1, len(section.ranks) // cp)
+    return Stage(section.ranks, layers, tp, cp, section.recomputes, section.offload)
 
 
 def _homogeneous(section: StrategySection, num_layers: int) -> tuple[Pipeline, ...]:

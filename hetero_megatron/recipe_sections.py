@@ -17,16 +17,21 @@ from pydantic_core import PydanticCustomError
 
 from hetero_megatron.errors import RecipeError
 from hetero_megatron.models.config import LlamaConfig
-from hetero_megatron.recipe_text import first_and_last, number_list
+from hetero_megatron.recipe_text import degrees, layer_ranges, number_list
+from hetero_megatron.strategy import Recompute
 
 Numbers: TypeAlias = int | str | list[int | str]
 Ranks = Annotated[
     tuple[int, ...], Field(strict=False), BeforeValidator(number_list, json_schema_input_type=Numbers)
 ]
 Layers = Annotated[
-    tuple[int, int] | None,
+    tuple[tuple[int, int], ...] | None,
     Field(strict=False),
-    BeforeValidator(first_and_last, json_schema_input_type=int | str | tuple[int, int] | None),
+    BeforeValidator(layer_ranges, json_schema_input_type=int | str | tuple[int, int] | None),
+]
+Degrees = Annotated[
+    int | tuple[int, ...] | None,
+    BeforeValidator(degrees, json_schema_input_type=int | list[int] | None),
 ]
 Count = Annotated[int, Field(ge=1)]
 
@@ -71,19 +76,38 @@ class NodesSection(Section):
 
 
 class StageSection(Section):
-    """One stage: its ranks, its layers (none: only embedding or head), how its ranks share the work."""
+    """One stage: its ranks, its layers (none: only embedding or head), how its ranks share the work.
+
+    `tp` may be a list, one degree for each context-parallel part. `recompute` is `full` or `selective` for all
+    layers of the stage, or gives layers for each, such as `{full: 0-3, selective: 4-7}`.
+    """
 
     ranks: Annotated[Ranks, Field(min_length=1)]
     layers: Layers = None
-    tp: Count | None = None
-    cp: Count = 1
+    tp: Degrees = None
+    cp: Count | None = None
+    recompute: Literal["none", "full", "selective"] | dict[Literal["full", "selective"], Layers] = "none"
+    offload: bool = False
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        """The entries of a strategy's stage."""
+        if isinstance(self.recompute, str):
+            return () if self.recompute == "none" else (Recompute(self.recompute),)
+        return tuple(
+            Recompute(kind, layers) for kind, ranges in self.recompute.items() for layers in ranges or (None,)
+        )
 
 
 class PipelineSection(Section):
-    """One pipeline: stages in order (none under a plan), and how many micro-batches of how many rows a step."""
+    """One pipeline: stages in order (none under a plan), and how many micro-batches of how many rows a step.
+
+    `cp` is the context-parallel size of all its stages.
+    """
 
     micro_batches: Annotated[int, Field(ge=0)]
     micro_batch_size: Count = 1
+    cp: Count = 1
     stages: Annotated[tuple[StageSection, ...], Field(strict=False, min_length=1)] | None = None
 
 
@@ -102,8 +126,10 @@ class StrategySection(Section):
     micro_batches: Count | None = None
     micro_batch_size: Count | None = None
     zero: Annotated[int, Field(ge=0, le=1)] = 0
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     sequence_parallel: bool = True
+    context_parallel: Literal["ring", "ulysses"] = "ring"
+    offload_optimizer: bool = False
     idle_ranks: Ranks = ()
 
     @model_validator(mode="after")

@@ -104,8 +104,23 @@ def number_list(value: object) -> tuple[int, ...]:
     raise RecipeError(f"{spelled(value)}; write a number, a list such as [0, 1, 2], or a range such as 0-3")
 
 
-def first_and_last(value: object) -> tuple[int, int] | None:
-    """Layers written as `0-14`, `[0, 14]`, a single number, or null for none.
+def degrees(value: object) -> int | tuple[int, ...] | None:
+    """A degree of 1 or more, or a list of them.
+
+    Raises:
+        RecipeError: anything else.
+    """
+    if value is None or (type(value) is int and value >= 1):
+        return value
+    if isinstance(value, (list, tuple)) and value and all(type(each) is int and each >= 1 for each in value):
+        return tuple(value)
+    if type(value) is int:
+        raise RecipeError(f"{value} is too small; write 1 or more")
+    raise RecipeError(f"{spelled(value)}, a whole number is needed, or a list of them")
+
+
+def layer_ranges(value: object) -> tuple[tuple[int, int], ...] | None:
+    """Layers written as `0-14`, `[0, 14]`, a single number, or null for none; `0-3, 8-11` for several chunks.
 
     Raises:
         RecipeError: anything else.
@@ -113,15 +128,17 @@ def first_and_last(value: object) -> tuple[int, int] | None:
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool):
-        return (value, value)
+        return ((value, value),)
     if isinstance(value, str):
-        return _span(value, value)
-    if isinstance(value, (list, tuple)) and len(value) == 2:
-        first, last = value
-        if type(first) is int and type(last) is int:
-            return (first, last)
+        return tuple(_span(part, value) for part in value.split(","))
+    if isinstance(value, (list, tuple)) and value:
+        if len(value) == 2 and all(type(end) is int for end in value):
+            return ((value[0], value[1]),)
+        if all(isinstance(part, str) for part in value):
+            return tuple(_span(part, part) for part in value)
     raise RecipeError(
-        f"{spelled(value)}; write layers as first-last, such as 0-14, or [0, 14], or one number"
+        f"{spelled(value)}; write layers as first-last, such as 0-14, or [0, 14], or one number, "
+        "and several chunks as 0-3, 8-11"
     )
 
 

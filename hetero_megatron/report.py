@@ -23,11 +23,18 @@ def rank_text(ranks: tuple[int, ...]) -> str:
 
 
 def layer_text(stage: Stage, first: bool, last: bool) -> str:
-    """`L0-14`, with what else the stage holds when it has no layer."""
-    if stage.layers is None:
+    """`L0-14`, or `L0-3,8-11` for several chunks, with what else the stage holds when it has no layer."""
+    if not stage.chunks:
         return "embedding" if first else "head" if last else "none"
-    lo, hi = stage.layers
-    return f"L{lo}" if lo == hi else f"L{lo}-{hi}"
+    return "L" + ",".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in stage.chunks)
+
+
+def parallel_text(stage: Stage) -> str:
+    """`TP4`, `TP4 CP2`, or `TP2+TP1` for context-parallel parts of different degree."""
+    sizes = stage.tensor_parallel_sizes
+    if len(set(sizes)) > 1:
+        return "+".join(f"TP{size}" for size in sizes)
+    return f"TP{sizes[0]}" + (f" CP{len(sizes)}" if len(sizes) > 1 else "")
 
 
 def strategy_table(strategy: Strategy) -> Group:
@@ -54,7 +61,7 @@ def _stages_table(strategy: Strategy, shown: range) -> Table:
     for pipeline in strategy.pipelines:
         stages = pipeline.stages
         cells = [
-            f"{rank_text(stage.ranks)}\n{layer_text(stage, n == 0, n == len(stages) - 1)}\nTP{stage.tensor_parallel_size}"
+            f"{rank_text(stage.ranks)}\n{layer_text(stage, n == 0, n == len(stages) - 1)}\n{parallel_text(stage)}"
             for n, stage in enumerate(stages)
             if n in shown
         ]
@@ -66,7 +73,10 @@ def _stages_table(strategy: Strategy, shown: range) -> Table:
 
 def short_strategy(strategy: Strategy) -> str:
     """One word for log lines: tensor-parallel degrees by stage, pipelines joined with '+', as `TP2>TP1+TP1`."""
-    return "+".join(">".join(f"TP{s.tensor_parallel_size}" for s in p.stages) for p in strategy.pipelines)
+    return "+".join(
+        ">".join(parallel_text(s).replace(" ", "").replace("+", "&") for s in p.stages)
+        for p in strategy.pipelines
+    )
 
 
 def log_line(

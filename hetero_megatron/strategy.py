@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import gcd
 
 from hetero_megatron.errors import StrategyError
 
@@ -17,28 +19,90 @@ class ModelFacts:
     vocab_size: int
 
 
+CONTEXT_PARALLEL = ("ring", "ulysses")
+RECOMPUTE = ("full", "selective")
+
+Layers = tuple[int, int]
+"""First and last layer, inclusive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Which activations are computed again in the backward pass instead of kept (Megatron's recomputation).
+
+    `full` keeps only the input of each layer; `selective` keeps all but the core attention and the gate of the
+    feed-forward block. `layers` None means all layers of the stage.
+    """
+
+    kind: str
+    layers: Layers | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pipeline stage: its ranks (one tensor-parallel group per context-parallel part) and its layers.
+    """One pipeline stage: its ranks and its layers.
 
-    `layers` is [first, last], inclusive, or None for a stage that holds only the embedding or only the head.
-    `tp` 0 means all ranks of a context-parallel part.
+    The ranks are `cp` context-parallel parts one after the other, and each part is a tensor-parallel group.
+
+    Attributes:
+        layers: [first, last]; several of them, one per chunk, under an interleaved schedule; or None for a stage
+            that holds only the embedding or only the head.
+        tp: 0 for all ranks of a part; one degree per part where parts differ (paper Figure 4).
+        cp: how many ranks share the tokens of one sequence.
+        recompute: at most one entry per layer.
+        offload: keep activations in host memory between forward and backward.
     """
 
     ranks: tuple[int, ...]
-    layers: tuple[int, int] | None
-    tp: int = 0
+    layers: Layers | tuple[Layers, ...] | None
+    tp: int | tuple[int, ...] = 0
     cp: int = 1
+    recompute: tuple[Recompute, ...] = ()
+    offload: bool = False
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Number of context-parallel parts."""
+        return len(self.tp) if isinstance(self.tp, tuple) else self.cp
+
+    @property
+    def tensor_parallel_sizes(self) -> tuple[int, ...]:
+        """Tensor-parallel degree of each context-parallel part."""
+        if isinstance(self.tp, tuple):
+            return self.tp
+        return (self.tp or max(1, len(self.ranks) // self.cp),) * self.cp
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Tensor-parallel degree of this stage."""
-        return self.tp or max(1, len(self.ranks) // self.cp)
+        """The largest tensor-parallel degree."""
+        return max(self.tensor_parallel_sizes)
 
     @property
-    def layer_numbers(self) -> range:
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each context-parallel part."""
+        ends = list(accumulate(self.tensor_parallel_sizes, initial=0))
+        return tuple(self.ranks[first:end] for first, end in pairwise(ends))
+
+    @property
+    def chunks(self) -> tuple[Layers, ...]:
+        """The layer ranges: one, several under an interleaved schedule, or none."""
+        if self.layers is None:
+            return ()
+        if isinstance(self.layers[0], int):
+            return (self.layers,)
+        return self.layers
+
+    @property
+    def layer_numbers(self) -> tuple[int, ...]:
         """The global layer numbers of this stage."""
-        return range(self.layers[0], self.layers[1] + 1) if self.layers else range(0)
+        return tuple(layer for first, last in self.chunks for layer in range(first, last + 1))
+
+    def recompute_of(self, layer: int) -> str:
+        """`full`, `selective` or `none` for one of this stage's layers."""
+        for entry in self.recompute:
+            if entry.layers is None or entry.layers[0] <= layer <= entry.layers[1]:
+                return entry.kind
+        return "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +113,28 @@ class Pipeline:
     micro_batch_size: int
     stages: tuple[Stage, ...]
 
+    @property
+    def context_parallel_size(self) -> int:
+        """Context-parallel parts, the same number on every stage."""
+        return self.stages[0].context_parallel_size
+
+    @property
+    def token_shares(self) -> tuple[int, ...]:
+        """What share of the tokens each context-parallel part takes: by its ranks over all stages."""
+        each = zip(*(stage.tensor_parallel_sizes for stage in self.stages), strict=True)
+        sums = [sum(sizes) for sizes in each]
+        return tuple(share // gcd(*sums) for share in sums)
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """Which ranks do what: pipelines side by side, each a full copy of the model.
 
+    `zero` 1 shards FP32 master weights and moments over the pipelines' context-parallel parts (ZeRO-1).
     `sequence_parallel` splits tokens over the tensor-parallel ranks between the blocks (AG / RS instead of AR),
-    as the paper does. `idle_ranks` are ranks of the cluster that are deliberately left out.
+    as the paper does. `context_parallel` is how parts share attention: `ring` passes keys and values around,
+    `ulysses` exchanges tokens for heads. `offload_optimizer` keeps optimizer states in host memory.
+    `idle_ranks` are ranks of the cluster that are deliberately left out.
     """
 
     pipelines: tuple[Pipeline, ...]
@@ -63,6 +142,8 @@ class Strategy:
     schedule: str = "1f1b"
     sequence_parallel: bool = True
     idle_ranks: tuple[int, ...] = ()
+    context_parallel: str = "ring"
+    offload_optimizer: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -82,13 +163,19 @@ class Strategy:
         """
         if not self.pipelines:
             raise StrategyError("the strategy has no pipeline")
-        if self.zero != 0:
+        if self.zero not in (0, 1):
             raise StrategyError(
-                f"zero is {self.zero}: optimizer states are not sharded yet, and a setting that does nothing would "
-                "mislead; use zero 0"
+                f"zero is {self.zero}; 0 keeps optimizer states whole, 1 shards them (ZeRO-1)"
+            )
+        if self.context_parallel not in CONTEXT_PARALLEL:
+            raise StrategyError(
+                f"context_parallel is {self.context_parallel!r}; known: {', '.join(CONTEXT_PARALLEL)}"
             )
         for number, pipeline in enumerate(self.pipelines):
             _check_pipeline(number, pipeline, facts)
+            _refuse_unbuilt(number, pipeline)
+        if self.zero or self.offload_optimizer:
+            raise StrategyError("zero 1 and offload_optimizer are not built yet")
         self._check_ranks(tuple(cluster_ranks))
 
     def _check_ranks(self, cluster_ranks: tuple[int, ...]) -> None:
@@ -131,17 +218,55 @@ def _check_pipeline(number: int, pipeline: Pipeline, facts: ModelFacts) -> None:
             raise StrategyError(
                 f"{name} stage {s} is an empty stage between others: only the first or last may hold no layer"
             )
+    _check_chunks(name, pipeline)
     _check_layers(name, pipeline, facts.num_layers)
 
 
-def _check_layers(name: str, pipeline: Pipeline, num_layers: int) -> None:
-    """Every layer exactly once and in order."""
-    expected = 0
-    seen: dict[int, int] = {}
+def _refuse_unbuilt(number: int, pipeline: Pipeline) -> None:
     for s, stage in enumerate(pipeline.stages):
-        if stage.layers is None:
-            continue
-        first, last = stage.layers
+        here = f"pipeline {number} stage {s}"
+        if stage.context_parallel_size > 1:
+            raise StrategyError(
+                f"{here}: cp {stage.context_parallel_size}: context parallelism is not built yet"
+            )
+        if len(stage.chunks) > 1:
+            raise StrategyError(f"{here}: interleaved schedules are not built yet")
+        if stage.recompute or stage.offload:
+            raise StrategyError(f"{here}: recompute and offload are not built yet")
+
+
+def _check_chunks(name: str, pipeline: Pipeline) -> None:
+    """As many chunks and context-parallel parts on every stage as on the first."""
+    chunks = max(len(stage.chunks) for stage in pipeline.stages)
+    for s, stage in enumerate(pipeline.stages):
+        if stage.chunks and len(stage.chunks) != chunks:
+            raise StrategyError(
+                f"{name} stage {s}: {len(stage.chunks)} layer ranges, another stage of {name} has {chunks}; "
+                "an interleaved pipeline has as many on every stage"
+            )
+        if chunks > 1 and not stage.chunks:
+            raise StrategyError(
+                f"{name} stage {s} holds no layer: an interleaved pipeline needs {chunks} ranges"
+            )
+        if stage.context_parallel_size != pipeline.context_parallel_size:
+            raise StrategyError(
+                f"{name} stage {s}: cp {stage.context_parallel_size}, but stage 0 has cp "
+                f"{pipeline.context_parallel_size}; a sequence is shared alike by all stages of a pipeline"
+            )
+
+
+def _check_layers(name: str, pipeline: Pipeline, num_layers: int) -> None:
+    """Every layer exactly once, and in order: chunk by chunk through all stages."""
+    walk = sorted(
+        (
+            (chunk, s, *layers)
+            for s, stage in enumerate(pipeline.stages)
+            for chunk, layers in enumerate(stage.chunks)
+        )
+    )
+    expected, before = 0, 0
+    seen: dict[int, int] = {}
+    for _, s, first, last in walk:
         if first > last or first < 0:
             raise StrategyError(
                 f"{name} stage {s}: layers {first}-{last} are out of order: write first-last, from 0"
@@ -150,7 +275,7 @@ def _check_layers(name: str, pipeline: Pipeline, num_layers: int) -> None:
             raise StrategyError(
                 f"{name} stage {s}: layer {last} is beyond the model, which has layers 0-{num_layers - 1}"
             )
-        for layer in stage.layer_numbers:
+        for layer in range(first, last + 1):
             if layer in seen:
                 raise StrategyError(
                     f"{name}: layer {layer} is doubled: in stage {seen[layer]} and in stage {s}"
@@ -158,9 +283,9 @@ def _check_layers(name: str, pipeline: Pipeline, num_layers: int) -> None:
             seen[layer] = s
         if first < expected:
             raise StrategyError(
-                f"{name} stage {s}: layer {first} is out of order: stage {s - 1} already ends at {expected - 1}"
+                f"{name} stage {s}: layer {first} is out of order: stage {before} already ends at {expected - 1}"
             )
-        expected = last + 1
+        expected, before = last + 1, s
     missing = [layer for layer in range(num_layers) if layer not in seen]
     if missing:
         raise StrategyError(
@@ -174,14 +299,49 @@ def _check_stage(name: str, stage: Stage, facts: ModelFacts) -> None:
     if len(set(stage.ranks)) != len(stage.ranks):
         twice = next(rank for rank in stage.ranks if stage.ranks.count(rank) > 1)
         raise StrategyError(f"rank {twice} is used twice: in {name} and in {name}")
-    if stage.cp != 1:
-        raise StrategyError(f"{name}: cp {stage.cp}; context parallelism is not built yet, use cp 1")
-    tp = stage.tensor_parallel_size
-    if tp * stage.cp != len(stage.ranks):
-        raise StrategyError(
-            f"{name}: tp {tp} x cp {stage.cp} needs {tp * stage.cp} ranks, "
-            f"but rank list {list(stage.ranks)} has {len(stage.ranks)}"
+    if stage.cp < 1:
+        raise StrategyError(f"{name}: cp {stage.cp}; it counts context-parallel parts, 1 or more")
+    if isinstance(stage.tp, tuple) and stage.cp not in (1, len(stage.tp)):
+        raise StrategyError(f"{name}: cp {stage.cp}, but tp {list(stage.tp)} names {len(stage.tp)} parts")
+    sizes = stage.tensor_parallel_sizes
+    if min(sizes, default=0) < 1 or sum(sizes) != len(stage.ranks):
+        told = (
+            f"tp {list(sizes)}"
+            if len(set(sizes)) > 1
+            else f"tp {sizes[0]} x cp {len(sizes)}"
+            if sizes
+            else "tp []"
         )
+        raise StrategyError(
+            f"{name}: {told} needs {sum(sizes)} ranks, but rank list {list(stage.ranks)} has {len(stage.ranks)}"
+        )
+    _check_recompute(name, stage)
+    for tp in sorted(set(sizes)):
+        _check_tensor_parallel(name, tp, facts)
+
+
+def _check_recompute(name: str, stage: Stage) -> None:
+    taken: dict[int, str] = {}
+    for entry in stage.recompute:
+        if entry.kind not in RECOMPUTE:
+            raise StrategyError(f"{name}: recompute {entry.kind!r} is unknown; known: {', '.join(RECOMPUTE)}")
+        first, last = entry.layers or (
+            min(stage.layer_numbers, default=0),
+            max(stage.layer_numbers, default=-1),
+        )
+        for layer in range(first, last + 1):
+            if layer not in stage.layer_numbers and entry.layers is not None:
+                raise StrategyError(
+                    f"{name}: recompute {entry.kind} names layer {layer}, which is not on this stage"
+                )
+            if layer in taken:
+                raise StrategyError(
+                    f"{name}: recompute names layer {layer} twice: {taken[layer]} and {entry.kind}"
+                )
+            taken[layer] = entry.kind
+
+
+def _check_tensor_parallel(name: str, tp: int, facts: ModelFacts) -> None:
     heads, groups = facts.num_attention_heads, facts.num_query_groups
     if heads % tp:
         raise StrategyError(

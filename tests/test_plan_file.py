@@ -24,8 +24,8 @@ def plan_of(chosen: Strategy) -> AnnotationPlan:
     return annotate(chosen, T0.facts, graph.parameters, graph.reshards, graph.inputs)
 
 
-def counts_of(chosen: Strategy) -> list[tuple[int, int]]:
-    return [(pipeline.micro_batches, pipeline.micro_batch_size) for pipeline in chosen.pipelines]
+def counts_of(chosen: Strategy) -> list[tuple[int, int, int]]:
+    return [(p.micro_batches, p.micro_batch_size, p.context_parallel_size) for p in chosen.pipelines]
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
@@ -45,7 +45,7 @@ def test_a_plan_that_no_strategy_writes_is_refused_by_entry() -> None:
 
 def test_a_plan_with_another_number_of_pipelines_is_refused() -> None:
     with pytest.raises(StrategyError, match="2 pipelines, micro-batch counts are given for 1"):
-        read_plan(plan_of(het4()), [(1, 1)], T0.facts)
+        read_plan(plan_of(het4()), [(1, 1, 1)], T0.facts)
 
 
 @pytest.mark.parametrize("name", ["tokens", "targets"])

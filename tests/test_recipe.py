@@ -10,7 +10,7 @@ from hetero_megatron.data.corpus import Files
 from hetero_megatron.errors import RecipeError
 from hetero_megatron.models.presets import PRESETS
 from hetero_megatron.recipe import Recipe, load_recipe
-from hetero_megatron.recipe_text import first_and_last, nearest, number_list
+from hetero_megatron.recipe_text import layer_ranges, nearest, number_list
 from hetero_megatron.strategy import Pipeline, Stage
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -135,9 +135,10 @@ def test_numbers_and_ranges() -> None:
     assert number_list("28-31,3") == (28, 29, 30, 31, 3)
     assert number_list([0, "2-3"]) == (0, 2, 3)
     assert number_list(30) == (30,)
-    assert first_and_last("0-14") == first_and_last([0, 14]) == (0, 14)
-    assert first_and_last(5) == first_and_last("5") == (5, 5)
-    assert first_and_last(None) is None
+    assert layer_ranges("0-14") == layer_ranges([0, 14]) == ((0, 14),)
+    assert layer_ranges(5) == layer_ranges("5") == ((5, 5),)
+    assert layer_ranges("0-3, 8-11") == layer_ranges(["0-3", "8-11"]) == ((0, 3), (8, 11))
+    assert layer_ranges(None) is None
 
 
 def test_the_nearest_name_looks_at_letters_and_parts() -> None:

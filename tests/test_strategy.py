@@ -137,7 +137,7 @@ def test_idle_ranks_are_named_and_really_idle() -> None:
     ("plan", "message"),
     [
         (strategy(), "the strategy has no pipeline"),
-        (replace(het4(), zero=1), "zero is 1: optimizer states are not sharded yet"),
+        (replace(het4(), zero=1), "zero 1 and offload_optimizer are not built yet"),
         (
             strategy((-1, 1, [stage("0", "0-3")])),
             "pipeline 0: -1 micro-batches of size 1; the count must be 0 or more",
@@ -150,11 +150,11 @@ def test_idle_ranks_are_named_and_really_idle() -> None:
         (strategy((1, 1, [Stage((), (0, 3))])), "pipeline 0 stage 0 has no rank"),
         (
             strategy((1, 1, [Stage((0, 1), (0, 3), cp=2)])),
-            "stage 0: cp 2; context parallelism is not built yet",
+            "stage 0: cp 2: context parallelism is not built yet",
         ),
         (
             strategy((1, 1, [Stage((0,), (0, 3), cp=0)])),
-            "stage 0: cp 0; context parallelism is not built yet",
+            "stage 0: cp 0; it counts context-parallel parts",
         ),
         (
             strategy((1, 1, [stage("0-1", "0-3", tp=1)])),

@@ -18,6 +18,7 @@ from hetero_megatron.pipeline.timing import clock
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.report import layer_text, rank_text, strategy_table
+from hetero_megatron.strategy import Stage
 from hetero_megatron.train import DTYPES, build_program
 
 ACTIVATION, GRADIENT = "activation", "gradient"
@@ -126,9 +127,9 @@ def _as_json(program: Program, lines: Sequence[ReshardLine], rank: int | None) -
                 "stages": [
                     {
                         "ranks": list(stage.ranks),
-                        "layers": list(stage.layers) if stage.layers else None,
+                        "layers": list(map(list, stage.chunks)) if len(stage.chunks) > 1 else _one(stage),
                         "tp": stage.tensor_parallel_size,
-                        "cp": stage.cp,
+                        "cp": stage.context_parallel_size,
                     }
                     for stage in pipeline.stages
                 ],
@@ -163,6 +164,10 @@ def _as_json(program: Program, lines: Sequence[ReshardLine], rank: int | None) -
             "actions": spell_steps(program.schedule.steps(number, stage)),
         }
     return found
+
+
+def _one(stage: Stage) -> list[int] | None:
+    return list(stage.chunks[0]) if stage.chunks else None
 
 
 def _print(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> None:

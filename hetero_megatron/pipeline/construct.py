@@ -9,8 +9,13 @@ Pipelines = tuple[tuple[tuple[int, ...], ...], ...]
 """Pipelines of stages of ranks."""
 
 
-def construct(plans: Sequence[CommPlan], ranks: Iterable[int]) -> Pipelines:
+def construct(
+    plans: Sequence[CommPlan], ranks: Iterable[int], shared: Iterable[Sequence[int]] = ()
+) -> Pipelines:
     """The pipelines that the forward Reshards `plans`, in forward order, make of `ranks`.
+
+    `shared` are ranks that stand on one stage though no Reshard joins them: context-parallel parts, which meet
+    inside attention.
 
     Every rank starts as a pipeline of its own. Ranks that share a subgroup or a collective are on one stage
     of one pipeline; a transfer puts its receiver on the stage after its sender. A transfer between ranks
@@ -27,6 +32,8 @@ def construct(plans: Sequence[CommPlan], ranks: Iterable[int]) -> Pipelines:
         if id(plan) not in done:
             done.add(id(plan))
             walk.follow(f"Reshard {number} ({plan.label})", plan)
+    for members in shared:
+        walk.together("attention", members)
     return walk.pipelines()
 
 
@@ -85,12 +92,16 @@ class _Walk:
                 self._named.setdefault(rank)
         before, after = set(plan.src.ranks), set(plan.dst.ranks)
         for ranks in _together(plan):
-            for rank in ranks[1:]:
-                self._join(name, ranks[0], rank, 0)
+            self.together(name, ranks)
         for step in (step for stage in plan.stages for step in stage.steps):
             if isinstance(step, Transfer) and step.src != step.dst:
                 inside = step.src in after and step.dst in before
                 self._join(name, step.src, step.dst, 0 if inside else 1)
+
+    def together(self, name: str, ranks: Sequence[int]) -> None:
+        """Put ranks on one stage."""
+        for rank in ranks[1:]:
+            self._join(name, ranks[0], rank, 0)
 
     def _join(self, name: str, first: int, second: int, shift: int) -> None:
         """Bring `second` into the pipeline of `first`, `shift` stages after it."""
