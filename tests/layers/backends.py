@@ -42,3 +42,10 @@ def here(kernel: Kernel, facts: Facts) -> Here:
         if reason is None:
             return Here(kernel.load(), torch.device(device_type), dtype)
     pytest.skip(f"{kernel.op} {kernel.name}: {reasons[-1]}")
+
+
+def on_cpu_ranks(kernel: Kernel, facts: Facts) -> Callable[..., Any]:
+    """The backend for FP32 ranks on the CPU, which is where tests start processes; otherwise the test is skipped."""
+    if reason := kernel.unfit("cpu", torch.float32, facts):
+        pytest.skip(f"{kernel.op} {kernel.name}: {reason}")
+    return kernel.load()
