@@ -1,9 +1,8 @@
 """The loss sum with the vocabulary split over ranks; torch is the only backend.
 
 transformer-engine's `parallel_cross_entropy` and apex's `SoftmaxCrossEntropyLoss` do not compute this loss. The first
-reduces by itself over a process group whose ranks hold equal shards of the vocabulary, where ours may be unequal and
-are reduced by what the Binding gives, and it overwrites the logits with their gradient; the second has no vocabulary
-split at all, and its losses come in the dtype of the logits unless these are FP16.
+reduces by itself over a process group whose ranks hold equal shards of the vocabulary, as its source says; ours may be
+unequal, and are reduced by what the Binding gives. The second knows no vocabulary split at all.
 
 Shape legend: `T` packed tokens, `V` vocabulary; sizes are local.
 """
