@@ -15,7 +15,7 @@ from hetero_megatron.graph.specialize import Chunk, ExecutableGraph
 from hetero_megatron.pipeline.action import Action, Batch
 from hetero_megatron.program import Program, split_groups
 from hetero_megatron.runtime.batch import MicroBatch
-from hetero_megatron.runtime.binding import Bindable, Binding, Exchanging
+from hetero_megatron.runtime.binding import Bindable, Binding, Exchanging, Kernels
 from hetero_megatron.runtime.boundary import Boundary
 from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.slices import Shape
@@ -49,9 +49,11 @@ class BoundStage:
         modules: Mapping[str, nn.Module],
         dtype: torch.dtype,
         clock: Clock,
+        kernels: Kernels,
         bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
         self.world, self.clock, self.dtype = world, clock, dtype
+        self._kernels = kernels
         self._program, self._groups = program, groups
         executable = program.executable(world.rank)
         self.constraints = executable.constraints
@@ -144,7 +146,7 @@ class BoundStage:
             ranks = next((group for group in split_groups(annotation, 1) if self.world.rank in group), ())
             if ranks:
                 reductions[factor] = _reducer(self._groups[ranks], self.clock)
-        return Binding(node.name, bounds, shapes, reductions)
+        return Binding(node.name, bounds, shapes, reductions, self._kernels)
 
     def _run(
         self, chunk: Chunk, modules: Mapping[str, nn.Module], edges: Mapping[tuple[str, int], nn.Module]
