@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hetero_megatron.annotation.region import Bounds
+from hetero_megatron.runtime.context_group import ContextGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +19,14 @@ class Binding:
         bounds: global integer [lo, hi) per dim of each parameter's local shard.
         full_shapes: global shape of each parameter.
         reductions: per split factor, the in-place all-reduce over the ranks that hold its other parts.
+        context: how tokens of other context-parallel parts are reached, for a layer whose tokens look at others.
     """
 
     name: str
     bounds: Mapping[str, Bounds]
     full_shapes: Mapping[str, tuple[int, ...]]
     reductions: Mapping[str, Callable[[Tensor, str], Tensor]] = field(default_factory=dict)
+    context: ContextGroup | None = None
 
     def all_reduce(self, factor: str, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` in place over the ranks that share a split of `factor`; nothing where it is whole."""
