@@ -20,7 +20,7 @@ from rich.console import Console
 from hetero_megatron.data.batch import pack
 from hetero_megatron.data.dispatch import MicroBatchRows, deal
 from hetero_megatron.data.rows import PackedRows
-from hetero_megatron.errors import HeteroError, StrategyError
+from hetero_megatron.errors import HeteroError, LayerError, StrategyError
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.layers.initial import initial_value, initial_values
 from hetero_megatron.layers.kernels import Facts, Kernels, choose_all
@@ -117,7 +117,13 @@ def _kernels(recipe: Recipe, config: LlamaConfig, device: str) -> Kernels:
     Raises:
         LayerError: one that the recipe asks for cannot run here.
     """
-    adam_device = "cpu" if recipe.make_strategy().offload_optimizer else device
+    strategy = recipe.make_strategy()
+    if strategy.has_ring and recipe.kernels.attention != "auto":
+        raise LayerError(
+            f"kernels.attention: {recipe.kernels.attention} has no ring form, and pipelines with cp > 1 would pass it "
+            "over; leave it auto, or use context_parallel ulysses"
+        )
+    adam_device = "cpu" if strategy.offload_optimizer else device
     dtype, facts = DTYPES[recipe.training.precision], Facts(config.head_size)
     return choose_all(recipe.kernels.model_dump(), device, dtype, facts, adam_device)
 
@@ -284,6 +290,8 @@ def _announce(run: Run) -> None:
     console = Console()
     console.print(strategy_table(run.program.strategy))
     console.print(str(run.kernels), soft_wrap=True, markup=False, highlight=False)
+    if run.program.strategy.has_ring:
+        console.print("ring attention, where cp > 1: torch's kernels block by block", highlight=False)
 
 
 def _check_gpus(kind: str, needed: int) -> None:

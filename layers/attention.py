@@ -15,6 +15,8 @@ from hetero_megatron.layers.kernels.documents import Attend, documents
 from hetero_megatron.layers.kernels.torch_attention import by_document
 from hetero_megatron.layers.layer import Layer
 from hetero_megatron.layers.per_batch import PerBatch
+from hetero_megatron.layers.ring_attention import ring_attention
+from hetero_megatron.layers.ulysses import ulysses_attention
 from hetero_megatron.runtime.batch import Segments
 
 
@@ -46,9 +48,17 @@ class Attention(Layer):
             )
         q_THK = q_TC.view(tokens, width // head_dim, head_dim)
         k_THK, v_THK = (x_TC.view(tokens, kv_width // head_dim, head_dim) for x_TC in (k_TC, v_TC))
+        group, share = self.binding.context if self.binding else None, segments.context
+        if group is None or share is None:
+            return self._whole(q_THK, k_THK, v_THK, segments).view(tokens, width)
+        if group.mode == "ring":
+            return ring_attention(q_THK, k_THK, v_THK, share, group).view(tokens, width)
+        return ulysses_attention(q_THK, k_THK, v_THK, share, group, self._whole).view(tokens, width)
+
+    def _whole(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, segments: Segments) -> Tensor:
+        """[T, H, K] over documents of which every token is here."""
         attend: Attend = self.kernel("attention", by_document)
-        borders = self.borders(segments, q_TC.device, torch.int32)
-        return attend(q_THK, k_THK, v_THK, segments, borders).view(tokens, width)
+        return attend(q_THK, k_THK, v_THK, segments, self.borders(segments, q_THK.device, torch.int32))
 
 
 def document_borders() -> PerBatch[Tensor]:

@@ -108,8 +108,9 @@ class Session:
         """
         began = time.perf_counter()
         self.clock.reset()
+        whole, batches = batches, self.stage.own_tokens(batches)
         self.stage.check_sizes(batches)
-        agree_on_micro_batches(self.program, self.world, self.groups, batches)
+        agree_on_micro_batches(self.program, self.world, self.groups, whole)
         self.state.zero_gradient()
         self.sync.begin()
         loss_sum = self._run_schedule(batches)

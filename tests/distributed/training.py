@@ -51,7 +51,7 @@ def sequences(count: int, length: int = 16, vocab: int = 96, seed: int = 0) -> t
     )
 
 
-def stage(ranks: str, layers: str | None, tp: int = 0) -> Stage:
+def stage(ranks: str, layers: str | None, tp: int | tuple[int, ...] = 0, cp: int = 1) -> Stage:
     """`stage("0-1", "0-2")`."""
 
     def span(text: str) -> range:
@@ -59,7 +59,7 @@ def stage(ranks: str, layers: str | None, tp: int = 0) -> Stage:
         return range(int(first), int(last or first) + 1)
 
     numbers = span(layers) if layers else None
-    return Stage(tuple(span(ranks)), (numbers[0], numbers[-1]) if numbers else None, tp)
+    return Stage(tuple(span(ranks)), (numbers[0], numbers[-1]) if numbers else None, tp, cp)
 
 
 def strategy(*pipelines: tuple[int, int, Sequence[Stage]], **options: Any) -> Strategy:
