@@ -50,7 +50,8 @@ class Program:
         found = construct([r.forward for r in reshards if r.forward is not None], strategy.ranks, shared)
         check_against(found, expected)
         schedule = plan_schedule(
-            strategy.schedule, [(len(p.stages), p.micro_batches) for p in strategy.pipelines]
+            strategy.schedule,
+            [(len(p.stages), p.micro_batches, p.chunks) for p in strategy.pipelines],
         )
         return Program(strategy, cluster, plan, annotated, reshards, expected, schedule)
 
@@ -104,7 +105,8 @@ class Program:
     def actions(self, rank: int, micro_batches: int) -> tuple[Step, ...]:
         """The steps of `rank` in a step with this many micro-batches in its pipeline."""
         pipeline, stage = self._places[rank]
-        return _schedule(self.strategy.schedule, len(self.pipelines[pipeline]), micro_batches).steps(0, stage)
+        own = self.strategy.pipelines[pipeline]
+        return _schedule(self.strategy.schedule, len(own.stages), micro_batches, own.chunks).steps(0, stage)
 
     @cached_property
     def posts(self) -> dict[str, CommPlan]:
@@ -136,8 +138,8 @@ class Program:
 
 
 @lru_cache(maxsize=256)
-def _schedule(name: str, stages: int, micro_batches: int) -> Schedule:
-    return plan_schedule(name, [(stages, micro_batches)])
+def _schedule(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
+    return plan_schedule(name, [(stages, micro_batches, chunks)])
 
 
 def _collective_groups(plans: Iterable[CommPlan]) -> set[tuple[int, ...]]:

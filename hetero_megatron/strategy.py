@@ -119,6 +119,11 @@ class Pipeline:
         return self.stages[0].context_parallel_size
 
     @property
+    def chunks(self) -> int:
+        """Layer ranges of each stage: the virtual pipeline size, 1 unless the schedule interleaves."""
+        return max((len(stage.chunks) for stage in self.stages), default=1)
+
+    @property
     def token_shares(self) -> tuple[int, ...]:
         """What share of the tokens each context-parallel part takes: by its ranks over all stages."""
         each = zip(*(stage.tensor_parallel_sizes for stage in self.stages), strict=True)

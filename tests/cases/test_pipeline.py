@@ -225,7 +225,7 @@ def test_two_pipelines_of_other_depth_may_have_one_micro_batch_each() -> None:
 def test_a_stage_warms_up_with_as_many_forwards_as_there_are_stages_after_it(
     stages: int, micro_batches: int
 ) -> None:
-    (actions,) = plan_schedule("1f1b", [(stages, micro_batches)]).pipelines
+    (actions,) = plan_schedule("1f1b", [(stages, micro_batches, 1)]).pipelines
     for number, tasks in enumerate(actions.compute):
         warm_up = min(micro_batches, stages - 1 - number)
         ahead = tasks.index(Action("B", 0))
@@ -233,7 +233,7 @@ def test_a_stage_warms_up_with_as_many_forwards_as_there_are_stages_after_it(
 
 
 def test_one_micro_batch_is_one_forward_and_one_backward_on_every_stage() -> None:
-    schedule = plan_schedule("1f1b", [(3, 1)])
+    schedule = plan_schedule("1f1b", [(3, 1, 1)])
     assert [spell_steps(tasks) for tasks in schedule.pipelines[0].compute] == ["F0 B0"] * 3
     assert [line.split("|")[1].split() for line in str(schedule).splitlines()[1:]] == [
         ["F0", ".", ".", ".", ".", ".", ".", "B0", "=="],
