@@ -95,9 +95,9 @@ def _weave_by_tick(spans: tuple[tuple[Span, ...], ...], boundaries: Boundaries) 
             messages[stage].setdefault(span.end, []).insert(0, sent)
             messages[peer[0]].setdefault(span.end, []).append(peer[1])
     stages: list[tuple[Step, ...]] = []
-    for own, at in zip(spans, messages, strict=True):
+    for own, moved in zip(spans, messages, strict=True):
         # Of one tick, what was just made or received comes before what starts.
-        batches = [(tick, 0, Batch(tuple(items))) for tick, items in at.items()]
-        computes = [(span.start, 1, span.action) for span in own]
-        stages.append(tuple(step for *_, step in sorted([*batches, *computes], key=lambda each: each[:2])))
+        at: list[tuple[float, int, Step]] = [(tick, 0, Batch(tuple(items))) for tick, items in moved.items()]
+        at += [(span.start, 1, span.action) for span in own]
+        stages.append(tuple(step for *_, step in sorted(at, key=lambda each: each[:2])))
     return PipelineActions(tuple(stages), boundaries)

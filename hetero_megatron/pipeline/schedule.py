@@ -95,6 +95,13 @@ def tasks(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Tasks:
     return SCHEDULES[name](stages, micro_batches, chunks)
 
 
+def shape(order: Tasks) -> tuple[int, int]:
+    """(micro-batches, chunks per stage) of a pipeline's tasks; (0, 0) where there are none."""
+    actions = [action for stage in order for action in stage]
+    micro_batches = 1 + max((action.micro_batch for action in actions), default=-1)
+    return micro_batches, 1 + max((action.chunk for action in actions), default=-1)
+
+
 def check_name(name: str) -> None:
     """Refuse a name that is not in `SCHEDULES`.
 

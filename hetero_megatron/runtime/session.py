@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetero_megatron.errors import RuntimeFailure
-from hetero_megatron.pipeline.action import Action
+from hetero_megatron.pipeline.action import Action, Step
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.agree import agree_on_micro_batches
 from hetero_megatron.runtime.batch import MicroBatch
@@ -91,23 +91,25 @@ class Session:
 
         Raises:
             GraphError: a micro-batch's tokens do not divide as the strategy cuts them (A.2).
+            ScheduleError: the schedule is one of a file, for other counts of micro-batches.
             RuntimeFailure: ranks of a pipeline disagree on the micro-batches, a gradient is not finite and
                 `skip_nonfinite` is off, or a peer is gone.
         """
         began = time.perf_counter()
         self.clock.reset()
         self.stage.check_sizes(batches)
+        actions = self.program.actions(self.world.rank, len(batches))
         agree_on_micro_batches(self.program, self.world, self.groups, batches)
         self.state.zero_gradient()
-        loss_sum = self._run_schedule(batches)
+        loss_sum = self._run_schedule(actions, batches)
         at = time.perf_counter()
         self.sync.run()
         self.clock.add("communication", at)
         return self._finish(loss_sum, self._valid_tokens(batches), began, skip_nonfinite)
 
-    def _run_schedule(self, batches: Sequence[MicroBatch]) -> Tensor:
+    def _run_schedule(self, actions: Sequence[Step], batches: Sequence[MicroBatch]) -> Tensor:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for item in self.program.actions(self.world.rank, len(batches)):
+        for item in actions:
             if isinstance(item, Action):
                 if (loss := self.stage.compute(item, batches)) is not None:
                     loss_sum += loss

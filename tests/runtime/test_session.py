@@ -36,7 +36,7 @@ def left_over(session: Session) -> dict[str, int]:
     stage_, held = session.stage, {}
     held["between F and B"] = sum(run.in_flight for run in stage_._runs)
     ports = [port for chunk in (*stage_._inputs, *stage_._outputs) for port in chunk]
-    held["messages"] = sum(len(port.ready) for port in ports)
+    held["messages"] = sum(len(port.ready) + len(port.arriving) for port in ports)
     held["sends"] = len(stage_._sending)
     return held
 
