@@ -44,7 +44,7 @@ def _known_schedule(value: str) -> str:
         try:
             check_name(value)
         except ScheduleError as error:
-            raise RecipeError(f"{error}; or write the path of a {SCHEDULE_FILE} file") from error
+            raise RecipeError(f"{error} (or write the path of a {SCHEDULE_FILE} file)") from error
     return value
 
 
@@ -145,7 +145,7 @@ class StrategySection(Section):
     tp: Count | None = None
     pp: Count | None = None
     cp: Count | None = None
-    vp: Annotated[int, Field(ge=2)] | None = None
+    vp: Count | None = None
     micro_batches: Count | None = None
     micro_batch_size: Count | None = None
     zero: Annotated[int, Field(ge=0, le=1)] = 0

@@ -255,7 +255,7 @@ def _check_schedule(strategy: Strategy) -> None:
         if interleaves and chunks == 1 and stages > 1:
             raise StrategyError(
                 f"pipeline {number} has one layer range on each of {stages} stages; schedule interleaved needs 2 or "
-                "more on each, such as 0-1, 4-5; with one range use schedule 1f1b"
+                "more on each, such as 0-1, 4-5 (or vp, beside pp); with one range use schedule 1f1b"
             )
     if interleaves and all(len(pipeline.stages) == 1 for pipeline in strategy.pipelines):
         raise StrategyError(

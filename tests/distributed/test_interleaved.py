@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from hetero_megatron.pipeline.schedule import one_f_one_b
+from hetero_megatron.pipeline.schedule_file import read_csv
 from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.session import Session
 from hetero_megatron.strategy import Stage, Strategy
+from tests.distributed.ranks import RanksFailed
 from tests.distributed.training import T0, assert_parity, reference, sequences, stage, strategy, train
 
 SGD = OptimizerSettings(name="sgd", lr=0.1)
@@ -93,3 +96,24 @@ def test_no_two_messages_of_a_step_between_two_ranks_have_one_tag() -> None:
     found = train(FOUR_LAYERS["PP2 v2"], STEPS[:1], settings=SGD, before_step=watch, collect=tags)
     assert [len(found.extra[rank]) for rank in (0, 1)] == [4 * 3, 4 * 3]
     assert all(len(set(log)) == len(log) for log in found.extra.values())
+
+
+def test_an_order_from_a_file_trains_like_one_device() -> None:
+    """All forwards chunk by chunk, then all backwards: no schedule of the library has this order."""
+    row = "F0,F1,F2,F0.1,F1.1,F2.1,B0.1,B1.1,B2.1,B0,B1,B2"
+    tasks = read_csv(f"pipeline,stage,actions\n0,0,{row}\n0,1,{row}\n", "mine.csv")
+    plan = strategy((3, 2, PP2), schedule="mine.csv", schedule_tasks=tasks)
+    assert_parity(train(plan, STEPS, settings=SGD), reference(STEPS, settings=SGD))
+
+
+def test_a_step_with_another_count_than_the_file_is_refused_by_name(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    tasks = (one_f_one_b(2, 2),)
+    plan = strategy((2, 2, [stage("0", "0-1"), stage("1", "2-3")]), schedule="mine.csv", schedule_tasks=tasks)
+    with pytest.raises(RanksFailed):
+        train(plan, STEPS[:1], settings=SGD, batches_of=lambda session, step, batches: batches[:1])
+    assert (
+        "schedule mine.csv: pipeline 0 runs 2 micro-batches there, and 1 in this step"
+        in capfd.readouterr().err
+    )

@@ -51,6 +51,12 @@ def test_a_step_leaves_no_activation_and_no_message_behind(schedule: str) -> Non
         assert held == {"between F and B": 0, "messages": 0, "sends": 0}, f"rank {rank}"
 
 
+def test_a_step_of_an_interleaved_pipeline_leaves_nothing_behind() -> None:
+    plan = strategy((3, 1, [stage("0", "0, 2"), stage("1", "1, 3")]), schedule="interleaved")
+    for held in train(plan, [D0[:3]] * 2, collect=left_over).extra.values():
+        assert held == {"between F and B": 0, "messages": 0, "sends": 0}
+
+
 @pytest.mark.parametrize(("schedule", "slow"), [("1f1b", 0), ("1f1b", 1), ("gpipe", 1)])
 def test_sent_buffers_are_kept_for_a_pipeline_s_depth_not_for_a_step(schedule: str, slow: int) -> None:
     """With 12 micro-batches, 12 sends are the most on each side when nothing is given back."""
