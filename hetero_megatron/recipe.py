@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,10 @@ from hetero_megatron.errors import HeteroError, RecipeError
 from hetero_megatron.layout import read_plan
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.presets import PRESETS
+from hetero_megatron.pipeline.schedule import Tasks
+from hetero_megatron.pipeline.schedule_file import read_csv
 from hetero_megatron.recipe_sections import (
+    SCHEDULE_FILE,
     DataSection,
     KernelsSection,
     ModelSection,
@@ -130,6 +134,7 @@ class Recipe(Section):
             section.idle_ranks,
             section.context_parallel,
             section.offload_optimizer,
+            _schedule_tasks(section.schedule),
         )
 
     def _planned(self, path: str, section: StrategySection) -> Strategy:
@@ -151,6 +156,7 @@ class Recipe(Section):
             idle_ranks=section.idle_ranks,
             context_parallel=section.context_parallel,
             offload_optimizer=section.offload_optimizer,
+            schedule_tasks=_schedule_tasks(section.schedule),
         )
 
     def open_corpus(self) -> Files:
@@ -267,20 +273,45 @@ def _stage(section: StageSection, cp: int) -> Stage:
     return Stage(section.ranks, layers, tp, cp, section.recomputes, section.offload)
 
 
+def _schedule_tasks(schedule: str) -> tuple[Tasks, ...]:
+    """What the schedule's file says, or nothing where it is a name."""
+    if not schedule.endswith(SCHEDULE_FILE):
+        return ()
+    try:
+        return read_csv(Path(schedule).read_text(encoding="utf-8"), schedule)
+    except OSError as error:
+        raise RecipeError(f"strategy.schedule: {schedule}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"strategy.schedule: {schedule} is not UTF-8 text: byte {error.start} is invalid"
+        ) from error
+    except HeteroError as error:
+        raise RecipeError(f"strategy.schedule: {error}") from error
+
+
 def _homogeneous(section: StrategySection, num_layers: int) -> tuple[Pipeline, ...]:
-    """`dp` equal pipelines of `pp` stages; ranks count through a stage, then through a pipeline."""
-    dp, tp, pp, cp = (size or 1 for size in (section.dp, section.tp, section.pp, section.cp))
-    if pp > num_layers:
-        raise RecipeError(f"strategy.pp: {pp} stages for {num_layers} layers; each stage needs a layer")
+    """`dp` equal pipelines of `pp` stages; ranks count through a stage, then through a pipeline.
+
+    With `vp`, the layers are cut into pp * vp parts, which stage by stage and round after round go to the stages.
+    """
+    dp, tp, pp, cp, vp = (size or 1 for size in (section.dp, section.tp, section.pp, section.cp, section.vp))
+    parts = pp * vp
+    if parts > num_layers:
+        told = f"pp: {pp} stages" if vp == 1 else f"vp: {pp} stages of {vp} chunks"
+        needs = "stage" if vp == 1 else "chunk"
+        raise RecipeError(f"strategy.{told} for {num_layers} layers; each {needs} needs a layer")
     ends = [
-        sum(num_layers // pp + (stage < num_layers % pp) for stage in range(upto)) for upto in range(pp + 1)
+        sum(num_layers // parts + (part < num_layers % parts) for part in range(upto))
+        for upto in range(parts + 1)
     ]
+    ranges = [(first, end - 1) for first, end in pairwise(ends)]
     pipelines: list[Pipeline] = []
     for replica in range(dp):
         stages = [
-            Stage(tuple(range(first, first + tp * cp)), (ends[stage], ends[stage + 1] - 1), tp, cp)
+            Stage(tuple(range(first, first + tp * cp)), own[0] if len(own) == 1 else own, tp, cp)
             for stage in range(pp)
             for first in [(replica * pp + stage) * tp * cp]
+            for own in [tuple(ranges[stage::pp])]
         ]
         pipelines.append(Pipeline(section.micro_batches or 0, section.micro_batch_size or 1, tuple(stages)))
     return tuple(pipelines)

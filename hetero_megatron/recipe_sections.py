@@ -5,18 +5,21 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    WithJsonSchema,
     create_model,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from hetero_megatron.errors import RecipeError
+from hetero_megatron.errors import RecipeError, ScheduleError
 from hetero_megatron.models.config import LlamaConfig
+from hetero_megatron.pipeline.schedule import SCHEDULES, check_name
 from hetero_megatron.recipe_text import degrees, layer_ranges, number_list
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS
 from hetero_megatron.strategy import Recompute
@@ -35,6 +38,23 @@ Degrees = Annotated[
     BeforeValidator(degrees, json_schema_input_type=int | list[int] | None),
 ]
 Count = Annotated[int, Field(ge=1)]
+
+
+def _known_schedule(value: str) -> str:
+    if not value.endswith(SCHEDULE_FILE):
+        try:
+            check_name(value)
+        except ScheduleError as error:
+            raise RecipeError(f"{error} (or write the path of a {SCHEDULE_FILE} file)") from error
+    return value
+
+
+SCHEDULE_FILE = ".csv"
+Schedule = Annotated[
+    str,
+    AfterValidator(_known_schedule),
+    WithJsonSchema({"anyOf": [{"enum": [*SCHEDULES]}, {"type": "string", "pattern": r"\.csv$"}]}),
+]
 
 
 def refuse_unknown(keys: Mapping[object, object], known: Mapping[str, object]) -> None:
@@ -115,6 +135,8 @@ class PipelineSection(Section):
 class StrategySection(Section):
     """Either `pipelines`, or dp, tp and pp with the micro_batches and micro_batch_size of each pipeline.
 
+    `vp` is Megatron's virtual_pipeline_model_parallel_size: how many chunks of layers each stage holds.
+    `schedule` is a name, or the path of a CSV file as `explain --schedule-csv` writes it.
     With `plan`, an annotation plan as `explain --plan` writes it, the pipelines give only their micro-batches.
     """
 
@@ -124,10 +146,11 @@ class StrategySection(Section):
     tp: Count | None = None
     pp: Count | None = None
     cp: Count | None = None
+    vp: Count | None = None
     micro_batches: Count | None = None
     micro_batch_size: Count | None = None
     zero: Annotated[int, Field(ge=0, le=1)] = 0
-    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    schedule: Schedule = "1f1b"
     sequence_parallel: bool = True
     context_parallel: Literal["ring", "ulysses"] = "ring"
     offload_optimizer: bool = False
@@ -135,7 +158,7 @@ class StrategySection(Section):
 
     @model_validator(mode="after")
     def _one_form(self) -> "StrategySection":
-        shorthand = ("dp", "tp", "pp", "cp", "micro_batches", "micro_batch_size")
+        shorthand = ("dp", "tp", "pp", "cp", "vp", "micro_batches", "micro_batch_size")
         used = [name for name in shorthand if getattr(self, name) is not None]
         if self.pipelines is not None and used:
             raise RecipeError(f"{used[0]} describes all pipelines alike; drop it, or drop pipelines")

@@ -12,10 +12,14 @@ from hetero_megatron.layout import annotate, read_plan
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.recipe import load_recipe
 from hetero_megatron.strategy import Strategy
-from tests.distributed.training import T0, het4, stage, strategy
+from tests.distributed.training import T0, build, het4, stage, strategy
 
 EDGES = strategy(
     (2, 1, [stage("0", None), stage("1-2", "0-3"), stage("3", None)]), (1, 2, [stage("4", "0-3")])
+)
+
+INTERLEAVED = strategy(
+    (3, 1, [stage("0-1", "0, 2"), stage("2", "1, 3")]), (1, 1, [stage("3", "0-3")]), schedule="interleaved"
 )
 
 
@@ -29,11 +33,11 @@ def counts_of(chosen: Strategy) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("chosen", [het4(), EDGES])
+@pytest.mark.parametrize("chosen", [het4(), EDGES, INTERLEAVED])
 def test_a_plan_reads_back_as_its_strategy(chosen: Strategy, sequence_parallel: bool) -> None:
     chosen = dataclasses.replace(chosen, sequence_parallel=sequence_parallel)
     read = read_plan(AnnotationPlan.from_json(plan_of(chosen).to_json()), counts_of(chosen), T0.facts)
-    assert read == chosen
+    assert dataclasses.replace(read, schedule=chosen.schedule) == chosen
 
 
 def test_a_plan_that_no_strategy_writes_is_refused_by_entry() -> None:
@@ -76,6 +80,15 @@ def test_a_recipe_names_a_plan_file_in_place_of_stages(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(RECIPE.replace("PLAN", str(tmp_path / "plan.json")))
     assert load_recipe(file).make_strategy() == het4()
+
+
+def test_a_plan_file_holds_the_chunks_of_interleaved_pipelines(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(build(Llama(T0), INTERLEAVED).plan.to_json())
+    file = tmp_path / "run.yaml"
+    file.write_text(RECIPE.replace("PLAN", str(tmp_path / "plan.json")))
+    assert load_recipe(file, ["strategy.schedule=interleaved"]).make_strategy() == INTERLEAVED
+    with pytest.raises(RecipeError, match="2 layer ranges on each stage, which schedule 1f1b cannot run"):
+        load_recipe(file)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.errors import StrategyError
+from hetero_megatron.errors import ScheduleError, StrategyError
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.models.presets import LLAMA_32B
 from hetero_megatron.pipeline.action import spell_steps
+from hetero_megatron.pipeline.schedule_file import read_csv
 from hetero_megatron.program import Program, split_groups
 from hetero_megatron.strategy import Strategy
 from tests.distributed.training import T0, build, het4, stage, strategy
@@ -119,3 +120,35 @@ def test_moving_one_layer_out_of_c2_is_refused() -> None:
             LLAMA_32B.facts,
             Cluster.of_nodes({"h20": 4}),
         )
+
+
+INTERLEAVED = strategy(
+    (3, 1, [stage("0", "0, 2"), stage("1", "1, 3")]), (1, 1, [stage("2", "0-3")]), schedule="interleaved"
+)
+
+
+def test_a_rank_of_an_interleaved_pipeline_has_a_chunk_for_each_of_its_turns() -> None:
+    found = program(INTERLEAVED)
+    assert found.pipelines == (((0,), (1,)), ((2,),))
+    chunks = [found.executable(rank).chunks for rank in range(3)]
+    assert [[(chunk.inputs, chunk.outputs) for chunk in own] for own in chunks] == [
+        [((), ("layers.1.entry",)), (("layers.2.entry",), ("layers.3.entry",))],
+        [(("layers.1.entry",), ("layers.2.entry",)), (("layers.3.entry",), ())],
+        [((), ())],
+    ]
+    assert spell_steps(found.actions(0, 1)) == (
+        "F0 {SEND_F0} {RECV_F0.1} F0.1 {SEND_F0.1} {RECV_B0.1} B0.1 {SEND_B0.1} {RECV_B0} B0"
+    )
+    assert spell_steps(found.actions(2, 2)) == "F0 B0 F1 B1"
+
+
+def test_a_given_order_is_followed_and_is_for_its_own_count_only() -> None:
+    tasks = read_csv("pipeline,stage,actions\n0,0,F0,F1,B1,B0\n", "mine.csv")
+    plan = strategy((2, 1, [stage("0", "0-3")]), schedule="mine.csv", schedule_tasks=tasks)
+    found = program(plan)
+    assert spell_steps(found.actions(0, 2)) == "F0 F1 B1 B0"
+    with pytest.raises(
+        ScheduleError,
+        match="schedule mine.csv: pipeline 0 runs 2 micro-batches there, and 3 in this step; a sched",
+    ):
+        found.actions(0, 3)

@@ -14,6 +14,7 @@ from hetero_megatron.comm.steps import CommPlan
 from hetero_megatron.errors import RecipeError, StrategyError
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.pipeline.action import spell_steps
+from hetero_megatron.pipeline.schedule_file import write_csv
 from hetero_megatron.pipeline.timing import clock
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
@@ -42,11 +43,17 @@ class ReshardLine:
 
 
 def run(
-    recipe: Recipe, rank: int | None, as_json: bool, schedule: bool = False, plan: Path | None = None
+    recipe: Recipe,
+    rank: int | None,
+    as_json: bool,
+    schedule: bool = False,
+    plan: Path | None = None,
+    schedule_csv: Path | None = None,
 ) -> None:
     """Print what the recipe's strategy means; with `rank`, only what that rank takes part in.
 
-    `schedule` adds the time grid of a step. The annotation plan is written to `plan`.
+    `schedule` adds the time grid of a step. The annotation plan is written to `plan`, the order of forwards and
+    backwards to `schedule_csv`.
 
     Raises:
         HeteroError: the recipe cannot be turned into a Program, or the rank is in no pipeline.
@@ -55,7 +62,10 @@ def run(
         program = build_program(recipe, Llama(recipe.make_config()))
         _check_rank(program, rank)
     if plan is not None:
-        _write(program.plan.to_json(), plan)
+        _write(program.plan.to_json(), plan, "--plan")
+    if schedule_csv is not None:
+        orders = [actions.compute for actions in program.schedule.pipelines]
+        _write(write_csv(orders), schedule_csv, "--schedule-csv")
     lines = [line for line in _lines(program, recipe) if rank is None or rank in line.ranks]
     if as_json:
         grid = {"grid": str(program.schedule).splitlines()} if schedule else {}
@@ -75,11 +85,11 @@ def _check_rank(program: Program, rank: int | None) -> None:
         )
 
 
-def _write(text: str, path: Path) -> None:
+def _write(text: str, path: Path, option: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RecipeError(f"--plan: {path} cannot be written: {error.strerror}") from error
+        raise RecipeError(f"{option}: {path} cannot be written: {error.strerror}") from error
 
 
 def _lines(program: Program, recipe: Recipe) -> Iterator[ReshardLine]:
@@ -184,7 +194,9 @@ def _print(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> 
     whose = "" if rank is None else f" of rank {rank}"
     _say(console, f"{len(groups)} process groups for collectives{whose}: {' '.join(groups) or 'none'}")
     timing = clock(
-        program.schedule.pipelines, lambda pipeline, stage, kind: _units(program, pipeline, stage, kind)
+        program.schedule.pipelines,
+        lambda pipeline, stage, kind: _units(program, pipeline, stage, kind),
+        chunk_share=lambda pipeline, stage, chunk: _share(program, pipeline, stage, chunk),
     )
     _say(
         console,
@@ -235,6 +247,15 @@ def _units(program: Program, pipeline: int, stage: int, kind: str) -> float:
     part = program.strategy.pipelines[pipeline].stages[stage]
     rows = program.strategy.pipelines[pipeline].micro_batch_size
     return (1 if kind == "F" else 2) * rows * max(1, len(part.layer_numbers)) / part.tensor_parallel_size
+
+
+def _share(program: Program, pipeline: int, stage: int, chunk: int) -> float:
+    """What part of its stage's layers a chunk holds."""
+    part = program.strategy.pipelines[pipeline].stages[stage]
+    if len(part.chunks) < 2:
+        return 1.0
+    first, last = part.chunks[chunk]
+    return (last - first + 1) / len(part.layer_numbers)
 
 
 def _print_rank(console: Console, program: Program, rank: int) -> None:

@@ -58,6 +58,14 @@ def explain(
         Path | None,
         typer.Option("--plan", metavar="FILE", help="Write the annotation plan, as JSON, to a file."),
     ] = None,
+    schedule_csv: Annotated[
+        Path | None,
+        typer.Option(
+            "--schedule-csv",
+            metavar="FILE",
+            help="Write the order of forwards and backwards to a file, which strategy.schedule can name.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a strategy means: pipelines, groups, and the communication of every Reshard."""
@@ -66,7 +74,7 @@ def explain(
     checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
     from hetero_megatron.cli import explain as command
 
-    command.run(checked, rank=rank, as_json=as_json, schedule=schedule, plan=plan)
+    command.run(checked, rank=rank, as_json=as_json, schedule=schedule, plan=plan, schedule_csv=schedule_csv)
 
 
 @app.command()

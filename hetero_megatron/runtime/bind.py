@@ -30,13 +30,19 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 @dataclass
 class _Port:
-    """A boundary Reshard on this rank: its two directions, and what is waiting to be sent or used."""
+    """A boundary Reshard on this rank: its two directions, and what is waiting to be sent or used.
+
+    `number` is its place among all Reshards, the same on both ends. `arriving` are receives that were posted, by
+    micro-batch; `ready` is what they brought, or what was computed and not sent yet.
+    """
 
     name: str
+    number: int
     width: int
     hsize: int
     forward: Boundary | None
     backward: Boundary | None
+    arriving: dict[int, tuple[Sequence[dist.Work], Callable[[], Tensor]]] = field(default_factory=dict)
     ready: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -80,7 +86,7 @@ class BoundStage:
                 if name in self.state.parameters:
                     self.first_users.setdefault(name, modules[node.module])
         number, _ = program.pipeline_of(world.rank)
-        self._most_sending = 2 * len(program.pipelines[number])
+        self._most_sending = 2 * len(program.pipelines[number]) * len(executable.chunks)
         self._sending: deque[list[dist.Work]] = deque()
 
     @property
@@ -178,12 +184,14 @@ class BoundStage:
     def _ports(self, executable: ExecutableGraph, names: Sequence[str]) -> list[_Port]:
         reshards = {reshard.name: reshard for reshard in executable.reshards}
         graph = self._program.annotated.graph
+        numbers = {reshard.name: number for number, reshard in enumerate(self._program.reshards)}
         ports = []
         for name in names:
             reshard = reshards[name]
             ports.append(
                 _Port(
                     name,
+                    numbers[name],
                     graph.size(name, 1),
                     self._program.plan[name].hsize,
                     Boundary(name, reshard.forward, self.world) if reshard.forward else None,
@@ -218,33 +226,43 @@ class BoundStage:
                 constraint.check({constraint.symbol: tokens})
 
     def compute(self, action: Action, batches: Sequence[MicroBatch]) -> Tensor | None:
-        """Run F or B of one micro-batch; returns the loss sum after F on the last stage."""
-        at = time.perf_counter()
-        before = self.clock.seconds["communication"]
+        """Run F or B of one micro-batch, once its input is here; returns the loss sum after F of the last chunk."""
         number, chunk = action.micro_batch, action.chunk
         run, loss = self._runs[chunk], None
+        inputs, outputs = self._inputs[chunk], self._outputs[chunk]
+        taken = [self._take(port, number) for port in (inputs if action.kind == "F" else outputs)]
+        at = time.perf_counter()
+        before = self.clock.seconds["communication"]
         if action.kind == "F":
-            received = {port.name: port.ready.pop(number) for port in self._inputs[chunk]}
-            outputs = run.forward(number, batches[number], received)
+            received = {port.name: tensor for port, tensor in zip(inputs, taken, strict=True)}
+            made = run.forward(number, batches[number], received)
             if run.ends:
-                loss = outputs[0]
+                loss = made[0]
             else:
-                for port, output in zip(self._outputs[chunk], outputs, strict=True):
+                for port, output in zip(outputs, made, strict=True):
                     port.ready[number] = output
         else:
-            gradients = run.backward(number, [port.ready.pop(number) for port in self._outputs[chunk]])
-            for port, gradient in zip(self._inputs[chunk], gradients, strict=True):
+            for port, gradient in zip(inputs, run.backward(number, taken), strict=True):
                 port.ready[number] = gradient
         inside = self.clock.seconds["communication"] - before
         self.clock.seconds["compute"] += time.perf_counter() - at - inside
         return loss
 
+    def _take(self, port: _Port, micro_batch: int) -> Tensor:
+        """What has been received for a micro-batch, waiting for it if need be."""
+        at = time.perf_counter()
+        work, finish = port.arriving.pop(micro_batch)
+        _wait(work)
+        tensor = finish()
+        self.clock.add("bubble", at)
+        return tensor
+
     def communicate(self, batch: Batch, batches: Sequence[MicroBatch]) -> None:
-        """Post a batch together and wait for its receives; sends go on behind the next computation."""
+        """Post a batch together; its sends go on behind the next computations, its receives until they are used."""
         at = time.perf_counter()
         sends: list[dist.P2POp] = []
         receives: list[dist.P2POp] = []
-        landing: list[tuple[_Port, int, Callable[[], Tensor]]] = []
+        landing: list[tuple[_Port, int, int, Callable[[], Tensor]]] = []
         for item in batch.items:
             forward = item.kind.endswith("F")
             downstream = item.kind in ("SEND_F", "RECV_B")
@@ -252,24 +270,30 @@ class BoundStage:
                 boundary = port.forward if forward else port.backward
                 assert boundary is not None, f"{port.name} moves between stages in both directions"
                 shape: Shape = (batches[item.micro_batch].segments.tokens * port.hsize, port.width)
-                tag = 2 * item.micro_batch + (0 if forward else 1)
+                tag = self._tag(port, item.micro_batch, forward)
                 if item.is_send:
                     sends += boundary.send(port.ready.pop(item.micro_batch), shape, tag)
                 else:
                     operations, finish = boundary.receive(shape, tag, self.dtype)
                     receives += operations
-                    landing.append((port, item.micro_batch, finish))
+                    landing.append((port, item.micro_batch, len(operations), finish))
         work = dist.batch_isend_irecv(sends + receives) if sends or receives else []
-        if sends and len(work) == len(sends) + len(receives):
-            self._sending.append(work[: len(sends)])
-            work = work[len(sends) :]
-        _wait(work)  # NCCL joins a batch into one handle
-        for port, number, finish in landing:
-            port.ready[number] = finish()
-        # What was sent a pipeline's depth ago has been answered in 1F1B: to wait for it only frees its buffer.
+        # NCCL joins a batch into one handle: then every receive waits for all of it.
+        joined = len(work) < len(sends) + len(receives)
+        first = len(sends)
+        for port, number, count, finish in landing:
+            port.arriving[number] = (work if joined else work[first : first + count], finish)
+            first += count
+        if sends:
+            self._sending.append(work if joined else work[: len(sends)])
+        # What was sent a pipeline's depth ago has been answered: to wait for it only frees its buffer.
         while len(self._sending) > self._most_sending:
             _wait(self._sending.popleft())
-        self.clock.add("bubble" if landing else "communication", at)
+        self.clock.add("communication", at)
+
+    def _tag(self, port: _Port, micro_batch: int, forward: bool) -> int:
+        """One number per message of a step: two chunks between the same two ranks can never be mixed up."""
+        return 2 * (micro_batch * len(self._program.reshards) + port.number) + (0 if forward else 1)
 
     def drain(self) -> None:
         """Wait until everything that was sent has left."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetero_megatron.errors import RuntimeFailure
-from hetero_megatron.pipeline.action import Action
+from hetero_megatron.pipeline.action import Action, Step
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.agree import agree_on_micro_batches
 from hetero_megatron.runtime.batch import MicroBatch
@@ -103,6 +103,7 @@ class Session:
 
         Raises:
             GraphError: a micro-batch's tokens do not divide as the strategy cuts them (A.2).
+            ScheduleError: the schedule is one of a file, for other counts of micro-batches.
             RuntimeFailure: ranks of a pipeline disagree on the micro-batches, a gradient is not finite and
                 `skip_nonfinite` is off, or a peer is gone.
         """
@@ -110,18 +111,18 @@ class Session:
         self.clock.reset()
         whole, batches = batches, self.stage.own_tokens(batches)
         self.stage.check_sizes(batches)
+        actions = self.program.actions(self.world.rank, len(batches))
         agree_on_micro_batches(self.program, self.world, self.groups, whole)
         self.state.zero_gradient()
         self.sync.begin()
-        loss_sum = self._run_schedule(batches)
+        loss_sum = self._run_schedule(actions, batches)
         at = time.perf_counter()
         self.sync.finish()
         self.clock.add("communication", at)
         return self._finish(loss_sum, self._valid_tokens(batches), began, skip_nonfinite)
 
-    def _run_schedule(self, batches: Sequence[MicroBatch]) -> Tensor:
+    def _run_schedule(self, actions: Sequence[Step], batches: Sequence[MicroBatch]) -> Tensor:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        actions = self.program.actions(self.world.rank, len(batches))
         # The last backward pass of each chunk, after which its gradients are complete.
         last = {item.chunk: item for item in actions if isinstance(item, Action) and item.kind == "B"}
         for item in actions:

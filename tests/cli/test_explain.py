@@ -235,3 +235,36 @@ def test_a_terminal_without_unicode_and_a_reader_that_stops_early_do_no_harm(sma
         assert [process.stdout.readline()[:8], process.stdout.readline()[:8]] == ["strategy", "+-------"]
         process.stdout.close()
         assert "Traceback" not in process.stderr.read()
+
+
+CHUNKS = (
+    "model.num_layers=6",
+    "strategy={schedule: interleaved, pipelines: [{micro_batches: 2, "
+    "stages: [{ranks: 0, layers: '0, 2'}, {ranks: 1, layers: '1, 3-5'}]}]}",
+    "training.global_batch_size=2",
+)
+
+
+def test_an_interleaved_strategy_is_drawn_and_timed_by_its_chunks(small: str) -> None:
+    """Chunks of 1, 1, 1 and 3 layers: by hand, 36 of 2 x 27 units are worked."""
+    shown = run("explain", small, *CHUNKS, "--schedule").out
+    assert "bubble if all devices were equally fast: 33.3% (" in shown
+    assert "L0,2" in shown
+    assert "L1,3-5" in shown
+    assert "pipeline 0: 2 stages of 2 chunks, 2 micro-batches, " in shown
+    assert "stage 1 | .    F0   F1   F0.1 B0.1 ==== F1.1 B1.1 ==== B0   ==" in shown
+    assert explained(small, *CHUNKS)["pipelines"][0]["stages"][1]["layers"] == [[1, 1], [3, 5]]
+
+
+def test_a_schedule_written_to_a_file_is_one_that_a_recipe_can_name(small: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    before = explained(small, *CHUNKS, "--schedule", "--rank", "1", "--schedule-csv", str(path))
+    assert path.read_text().splitlines()[2] == "0,1,F0,F1,F0.1,B0.1,F1.1,B1.1,B0,B1"
+    after = explained(small, *CHUNKS, f"strategy.schedule={path}", "--schedule", "--rank", "1")
+    assert after == before | {"schedule": str(path)}
+
+
+def test_a_schedule_that_cannot_be_written_is_refused(small: str, tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "mine.csv"
+    message = refusal("explain", small, "--schedule-csv", str(path))
+    assert message == f"--schedule-csv: {path} cannot be written: No such file or directory"

@@ -52,14 +52,15 @@ def sequences(count: int, length: int = 16, vocab: int = 96, seed: int = 0) -> t
 
 
 def stage(ranks: str, layers: str | None, tp: int | tuple[int, ...] = 0, cp: int = 1) -> Stage:
-    """`stage("0-1", "0-2")`."""
+    """`stage("0-1", "0-2")`; several chunks as `stage("0", "0-1, 4")`."""
 
     def span(text: str) -> range:
         first, _, last = text.partition("-")
         return range(int(first), int(last or first) + 1)
 
-    numbers = span(layers) if layers else None
-    return Stage(tuple(span(ranks)), (numbers[0], numbers[-1]) if numbers else None, tp, cp)
+    numbers = [span(part) for part in layers.split(",")] if layers else []
+    ranges = tuple((each[0], each[-1]) for each in numbers)
+    return Stage(tuple(span(ranks)), ranges[0] if len(ranges) == 1 else ranges or None, tp, cp)
 
 
 def strategy(*pipelines: tuple[int, int, Sequence[Stage]], **options: Any) -> Strategy:
