@@ -20,7 +20,7 @@ from hetero_megatron.runtime.boundary import Boundary
 from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.slices import Shape
 from hetero_megatron.runtime.stage import EdgeReduce, Reshards, StageRun, generate
-from hetero_megatron.runtime.state import ParameterSlot, State, lay_out
+from hetero_megatron.runtime.state import ParameterSlot, Placement, State, lay_out
 from hetero_megatron.runtime.world import Groups, World
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -64,12 +64,22 @@ class BoundStage:
         self._sending: deque[list[dist.Work]] = deque()
 
     def _cut_parameters(self, executable: ExecutableGraph, modules: Mapping[str, nn.Module]) -> State:
-        graph, plan = self._program.annotated.graph, self._program.plan
+        program = self._program
+        graph, states = program.annotated.graph, program.annotated.states
         local = [
-            (post.name, graph.parameter_shape(post.name), plan[post.name], self._program.posts[post.name])
+            Placement(
+                post.name,
+                graph.parameter_shape(post.name),
+                program.plan[post.name],
+                states[post.name],
+                program.posts[post.name],
+                program.pres[post.name],
+            )
             for post in executable.post
         ]
-        state = State(lay_out(self.world.rank, local), self.dtype, self.world.device)
+        state = State(
+            lay_out(self.world.rank, local), self.dtype, self.world.device, program.strategy.offload_optimizer
+        )
         state.attach(modules)
         return state
 
@@ -82,7 +92,7 @@ class BoundStage:
         """
         plans = {reshard.name: reshard for reshard in executable.reshards}
         reshards = Reshards(self.world.rank, self._groups, self.clock)
-        slots = {slot.name: slot for slot in self.state.slots}
+        slots = {slot.name: slot for slot in self.state.parameter_slots}
         for node in (node for chunk in executable.chunks for node in chunk.nodes if node.module):
             module = modules[node.module]
             if node.kind is Kind.RESHARD:

@@ -27,8 +27,8 @@ from hetero_megatron.runtime.optimizer import (
     squared_norm,
     update,
 )
-from hetero_megatron.runtime.state import ParameterSlot, State
-from hetero_megatron.runtime.sync import GradientSync
+from hetero_megatron.runtime.state import ParameterSlot, State, view
+from hetero_megatron.runtime.sync import GradientSync, ParameterGather
 from hetero_megatron.runtime.world import Groups, World
 
 GradientHook = Callable[[ParameterSlot, Tensor, float], None]
@@ -75,8 +75,10 @@ class Session:
         self.clock = Clock()
         self.stage = BoundStage(program, world, self.groups, modules, dtype, self.clock)
         self.state: State = self.stage.state
-        self.state.initialise(initial)
         self.sync = GradientSync(self.state, world, self.groups)
+        self.gather = ParameterGather(self.state, world, self.groups)
+        self.state.initialise(initial)
+        self.gather.run()
         self.iteration = 0
         self.skipped_iterations = 0
         self.gradient_hook: GradientHook | None = None
@@ -124,9 +126,9 @@ class Session:
         if self.gradient_hook is not None:
             (divisor,) = self._all_sum(count.clone())
             for slot in self.state.slots:
-                self.gradient_hook(slot, self.state.view(self.state.gradient, slot), divisor)
+                self.gradient_hook(slot, view(self.state.gradient, slot), divisor)
         at = time.perf_counter()
-        numbers = torch.stack([count[0], loss_sum, squared_norm(self.state)])
+        numbers = torch.stack([count[0], loss_sum, squared_norm(self.state).to(count.device)])
         self.clock.add("compute", at)
         clock = numbers.new_tensor([self.clock.seconds[kind] for kind in KINDS])
         divisor, loss_total, squares, *shares = self._all_sum(torch.cat([numbers, clock]))
@@ -149,6 +151,9 @@ class Session:
             at = time.perf_counter()
             update(self.state, self.settings, lr, divisor / clip_factor(norm, self.settings.clip_grad))
             self.clock.add("compute", at)
+            at = time.perf_counter()
+            self.gather.run()
+            self.clock.add("communication", at)
         seconds = {kind: s / len(self.world.ranks) for kind, s in zip(KINDS, shares, strict=True)}
         seconds["step"] = time.perf_counter() - began
         return StepResult(self.iteration, loss, norm, lr, int(divisor), skipped, seconds)
@@ -164,11 +169,7 @@ class Session:
     def _blame(self, loss: float) -> str:
         """Which rank has a gradient that is not finite, and in which parameter; the same text on every rank."""
         bad = next(
-            (
-                s.name
-                for s in self.state.slots
-                if not torch.isfinite(self.state.view(self.state.gradient, s)).all()
-            ),
+            (s.name for s in self.state.slots if not torch.isfinite(view(self.state.gradient, s)).all()),
             None,
         )
         found: list[str | None] = [None] * len(self.world.ranks)
@@ -184,14 +185,13 @@ class Session:
         return "the loss is not finite"
 
     def shards(self) -> dict[str, dict[str, Tensor]]:
-        """Local shards by parameter name: `parameter`, FP32 `master`, `gradient`, `exp_avg`, `exp_avg_sq`."""
-        flats = {
-            "master": self.state.master,
-            "gradient": self.state.gradient,
-            "parameter": self.state.compute,
+        """Local shards by parameter name: `parameter` in its layout; FP32 `master`, `gradient`, `exp_avg`, `exp_avg_sq`
+        in the layout of its states."""
+        state = self.state
+        found = {
+            slot.name: {"parameter": view(state.compute, slot).clone()} for slot in state.parameter_slots
         }
-        flats |= self.state.moments
-        return {
-            s.name: {k: self.state.view(flat, s).clone() for k, flat in flats.items()}
-            for s in self.state.slots
-        }
+        flats = {"master": state.master, "gradient": state.gradient} | state.moments
+        for slot in state.slots:
+            found[slot.name] |= {kind: view(flat, slot).clone() for kind, flat in flats.items()}
+        return found

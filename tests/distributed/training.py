@@ -22,7 +22,7 @@ from hetero_megatron.program import Program
 from hetero_megatron.runtime.batch import IGNORE, MicroBatch
 from hetero_megatron.runtime.optimizer import OptimizerSettings, learning_rate
 from hetero_megatron.runtime.session import Session, StepResult
-from hetero_megatron.runtime.state import ParameterSlot
+from hetero_megatron.runtime.state import ParameterSlot, view
 from hetero_megatron.runtime.world import World
 from hetero_megatron.strategy import Pipeline, Stage, Strategy
 from tests.distributed.ranks import run_ranks
@@ -140,8 +140,8 @@ def zero_head(session: Session) -> None:
     """All logits 0, on every rank that holds a part of the head: the loss is then ln(vocabulary)."""
     for slot in session.state.slots:
         if slot.name == "head.weight":
-            session.state.view(session.state.master, slot).zero_()
-    session.state.refresh()
+            view(session.state.master, slot).zero_()
+    session.gather.run()
 
 
 def snapshot(session: Session) -> list[Tensor]:
@@ -217,8 +217,8 @@ def assemble(
     graph = program.annotated.graph
     for name in graph.parameters:
         shape = graph.parameter_shape(name)
-        annotation = program.plan[name]
-        for kind in next(iter(shards[annotation.ranks[0]].values())):
+        for kind in next(iter(shards[program.plan[name].ranks[0]].values())):
+            annotation = program.plan[name] if kind == "parameter" else program.annotated.states[name]
             tensor = torch.full(shape, float("nan"))
             seen = torch.zeros(shape, dtype=torch.bool)
             for rank in annotation.ranks:
