@@ -29,8 +29,10 @@ def operands_of(
     Raises:
         GraphError: the parameter lacks a subgroup of the other operand, or is cut across its subgroups.
     """
-    other = next((name for name in node.inputs if name not in shared), None)
-    if other is None or shared.isdisjoint(node.inputs):
+    other = (
+        None if shared.isdisjoint(node.inputs) else next((n for n in node.inputs if n not in shared), None)
+    )
+    if other is None:
         return tuple(values[name] for name in node.inputs)
     return tuple(
         _restricted(node, name, values[name], other, values[other]) if name in shared else values[name]

@@ -88,10 +88,9 @@ def gathered(parts: list[Shards]) -> dict[str, Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("name", REPLICAS)
-def test_replicas_of_equal_and_of_unequal_degree_are_bit_equal_after_each_step(name: str, zero: int) -> None:
-    plan: Strategy = replace(REPLICAS[name], zero=zero)
+def test_replicas_of_equal_and_of_unequal_degree_are_bit_equal_after_each_step(name: str) -> None:
+    plan: Strategy = REPLICAS[name]
     seen: list[Shards] = []
 
     def collect(session: Session) -> Any:
@@ -118,11 +117,10 @@ def test_replicas_of_equal_and_of_unequal_degree_are_bit_equal_after_each_step(n
     assert not any(torch.equal(start[parameter][1], end[parameter][1]) for parameter in start)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("name", REPLICAS)
-def test_the_norm_of_ones_is_the_same_with_a_rank_less(name: str, zero: int) -> None:
+def test_the_norm_of_ones_is_the_same_with_a_rank_less(name: str) -> None:
     found = train(
-        replace(REPLICAS[name], zero=zero),
+        REPLICAS[name],
         FIVE_STEPS[:1],
         ODD,
         prepare=lambda session: alter_gradients(

@@ -84,10 +84,9 @@ def watch(seen: list[Tensor]) -> Any:
     return before_step
 
 
-@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("name", SHARED)
-def test_first_and_last_copies_stay_bit_equal_and_get_the_sum_of_both_gradients(name: str, zero: int) -> None:
-    plan: Strategy = replace(SHARED[name], zero=zero)
+def test_first_and_last_copies_stay_bit_equal_and_get_the_sum_of_both_gradients(name: str) -> None:
+    plan: Strategy = SHARED[name]
     seen: list[Tensor] = []
     found = train(plan, FIVE_STEPS, TIED, before_step=watch(seen), collect=lambda _: seen)
     assert_parity(found, reference(FIVE_STEPS, TIED))
@@ -102,12 +101,11 @@ def test_first_and_last_copies_stay_bit_equal_and_get_the_sum_of_both_gradients(
     assert not torch.equal(after[0], found.extra[0][0]), "the weight is trained"
 
 
-@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("name", ["TP1", "a TP2 first stage"])
-def test_the_shared_weight_counts_and_decays_once(name: str, zero: int) -> None:
+def test_the_shared_weight_counts_and_decays_once(name: str) -> None:
     settings = OptimizerSettings(name="sgd", lr=0.5, weight_decay=0.1)
     found = train(
-        replace(SHARED[name], zero=zero),
+        SHARED[name],
         STEPS[:1],
         TIED,
         settings,
