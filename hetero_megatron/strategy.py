@@ -11,13 +11,17 @@ from hetero_megatron.pipeline.schedule import Tasks, check_name, shape
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a strategy has to fit: depth, head counts, and the sizes that tensor parallelism cuts."""
+    """What a strategy has to fit: depth, head counts, the sizes that tensor parallelism cuts, and the tie.
+
+    `tie_word_embeddings`: the head uses the embedding's weight, so that the last stage holds it too.
+    """
 
     num_layers: int
     num_attention_heads: int
     num_query_groups: int
     ffn_hidden_size: int
     vocab_size: int
+    tie_word_embeddings: bool = False
 
 
 CONTEXT_PARALLEL = ("ring", "ulysses")

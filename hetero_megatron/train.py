@@ -227,7 +227,10 @@ def start(run: Run, environment: Mapping[str, str]) -> int:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         with run.recipe.named():
             pretrain_under_launcher(
-                run, int(environment.get("LOCAL_RANK", "0")), int(environment["WORLD_SIZE"])
+                run,
+                int(environment["RANK"]),
+                int(environment.get("LOCAL_RANK", "0")),
+                int(environment["WORLD_SIZE"]),
             )
         return 0
     with run.recipe.named():
@@ -250,11 +253,13 @@ def pretrain(run: Run) -> int:
         train_rank(run, world)
         world.leave()
 
-    return fork_ranks(len(ranks), main)
+    return fork_ranks(len(ranks), main, ranks=ranks)
 
 
-def pretrain_under_launcher(run: Run, local_index: int, processes: int) -> None:
+def pretrain_under_launcher(run: Run, index: int, local_index: int, processes: int) -> None:
     """Train as one process of a launcher such as torchrun, which started one process per rank.
+
+    `index` counts all processes, `local_index` those of this machine.
 
     Raises:
         StrategyError: there are not as many processes as ranks, or fewer GPUs than processes on this machine.
@@ -270,7 +275,7 @@ def pretrain_under_launcher(run: Run, local_index: int, processes: int) -> None:
     if run.device == "cpu":
         torch.set_num_threads(1)
         use_batch_scheduling()
-    with end_at_once(local_index):
+    with end_at_once(ranks[index]):
         world = _join(run, None, local_index)
         if world.rank == world.ranks[0]:
             _announce(run)

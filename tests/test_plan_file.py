@@ -9,6 +9,7 @@ from hetero_megatron.annotation import Annotation, AnnotationPlan
 from hetero_megatron.errors import HeteroError, RecipeError, StrategyError
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.layout import annotate, read_plan
+from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.recipe import load_recipe
 from hetero_megatron.strategy import Strategy
@@ -23,21 +24,37 @@ INTERLEAVED = strategy(
 )
 
 
-def plan_of(chosen: Strategy) -> AnnotationPlan:
-    graph = trace(Llama(T0))
-    return annotate(chosen, T0.facts, graph.parameters, graph.reshards, graph.inputs)
+TIED = dataclasses.replace(T0, tie_word_embeddings=True)
+
+
+def plan_of(chosen: Strategy, config: LlamaConfig = T0) -> AnnotationPlan:
+    graph = trace(Llama(config))
+    return annotate(chosen, config.facts, graph.parameters, graph.reshards, graph.inputs)
 
 
 def counts_of(chosen: Strategy) -> list[tuple[int, int, int]]:
     return [(p.micro_batches, p.micro_batch_size, p.context_parallel_size) for p in chosen.pipelines]
 
 
+@pytest.mark.parametrize("config", [T0, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("chosen", [het4(), EDGES, INTERLEAVED])
-def test_a_plan_reads_back_as_its_strategy(chosen: Strategy, sequence_parallel: bool) -> None:
+def test_a_plan_reads_back_as_its_strategy(
+    chosen: Strategy, sequence_parallel: bool, config: LlamaConfig
+) -> None:
     chosen = dataclasses.replace(chosen, sequence_parallel=sequence_parallel)
-    read = read_plan(AnnotationPlan.from_json(plan_of(chosen).to_json()), counts_of(chosen), T0.facts)
+    read = read_plan(
+        AnnotationPlan.from_json(plan_of(chosen, config).to_json()), counts_of(chosen), config.facts
+    )
     assert dataclasses.replace(read, schedule=chosen.schedule) == chosen
+
+
+@pytest.mark.parametrize(("written", "model"), [(T0, TIED), (TIED, T0)], ids=["untied plan", "tied plan"])
+def test_a_plan_of_a_model_that_is_tied_otherwise_is_refused(
+    written: LlamaConfig, model: LlamaConfig
+) -> None:
+    with pytest.raises(StrategyError, match=r"embedding\.weight is .* it would be"):
+        read_plan(plan_of(het4(), written), counts_of(het4()), model.facts)
 
 
 def test_a_plan_that_no_strategy_writes_is_refused_by_entry() -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from hetero_megatron.cluster import ranges_text
 from hetero_megatron.comm.steps import CommPlan
 from hetero_megatron.errors import RecipeError, StrategyError
+from hetero_megatron.graph.tied import shared_parameters
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.pipeline.action import spell_steps
 from hetero_megatron.pipeline.schedule_file import write_csv
@@ -209,6 +210,8 @@ def _print(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> 
         _say(
             console, "operators of pipelines 0, 1, ... are listed in this order, or once where they are equal"
         )
+    for name in sorted(shared_parameters(program.annotated.graph)):
+        _say(console, _tied_text(program, name))
     unit = "MB (1e6 bytes) that all ranks send together"
     _print_lines(
         console, f"activations, per micro-batch; {unit}", [line for line in lines if line.kind == ACTIVATION]
@@ -237,6 +240,13 @@ def _print_lines(console: Console, title: str, lines: Sequence[ReshardLine]) -> 
 def _say(console: Console, text: str) -> None:
     """A sentence: wrapped for people, in one line for other programs."""
     console.print(text, soft_wrap=not console.is_terminal)
+
+
+def _tied_text(program: Program, name: str) -> str:
+    users = " and ".join(node.name for node in program.annotated.graph.nodes if name in node.inputs)
+    homes = [rank_text(group.ranks) for group in program.plan[name].groups]
+    order = ", and its operators are listed in this order" if len(homes) > 1 else ""
+    return f"{users} share {name}, which lives on {' '.join(homes)}{order}"
 
 
 def _groups(program: Program, rank: int | None) -> list[str]:

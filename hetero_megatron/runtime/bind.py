@@ -22,7 +22,7 @@ from hetero_megatron.runtime.context import ContextLayout
 from hetero_megatron.runtime.context_group import ContextGroup, WorldChannel
 from hetero_megatron.runtime.slices import Shape
 from hetero_megatron.runtime.stage import EdgeReduce, Reshards, StageRun, generate
-from hetero_megatron.runtime.state import BUCKET_ELEMENTS, Placement, State, lay_out
+from hetero_megatron.runtime.state import BUCKET_ELEMENTS, ParameterSlot, Placement, State, lay_out
 from hetero_megatron.runtime.world import Groups, World
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -122,28 +122,34 @@ class BoundStage:
     def _bind_layers(
         self, executable: ExecutableGraph, modules: Mapping[str, nn.Module]
     ) -> dict[tuple[str, int], nn.Module]:
-        """Put communication into the Reshards and places into the layers; returns what stands on reduced edges."""
+        """Put communication into the Reshards, shards and places into the layers; returns what stands on reduced edges.
+
+        A tied parameter is one shard in every layer that uses it, whichever layer it is named after.
+        """
         plans = {reshard.name: reshard for reshard in executable.reshards}
         reshards = Reshards(self.world.rank, self._groups, self.clock)
+        slots = {slot.name: slot for slot in self.state.parameter_slots}
         for node in (node for chunk in executable.chunks for node in chunk.nodes if node.module):
             module = modules[node.module]
             if node.kind is Kind.RESHARD:
                 bound = plans[node.name]
                 cast(Exchanging, module).exchange = reshards.bind(bound.forward, bound.backward)
             else:
-                cast(Bindable, module).bind(self._binding(node))
+                names = (name for name, _ in module.named_parameters(recurse=False))
+                leaves = (slots[name] for name in node.inputs if name in slots)
+                own = dict(zip(names, leaves, strict=True))
+                for name, slot in own.items():
+                    setattr(module, name, self.state.parameters[slot.name])
+                cast(Bindable, module).bind(self._binding(node, own))
         edges: dict[tuple[str, int], nn.Module] = {}
         for edge in executable.edges:
             if (exchange := reshards.bind(None, edge.backward)) is not None:
                 edges[edge.consumer, edge.operand] = EdgeReduce(exchange)
         return edges
 
-    def _binding(self, node: Node) -> Binding:
-        bounds, shapes = {}, {}
-        for slot in self.state.parameter_slots:
-            module, name = slot.name.rsplit(".", 1)
-            if module == node.module:
-                bounds[name], shapes[name] = slot.bounds, slot.full_shape
+    def _binding(self, node: Node, parameters: Mapping[str, ParameterSlot]) -> Binding:
+        bounds = {name: slot.bounds for name, slot in parameters.items()}
+        shapes = {name: slot.full_shape for name, slot in parameters.items()}
         reductions = {}
         if node.signature is not None and node.signature.reduced:
             (factor,) = node.signature.reduced

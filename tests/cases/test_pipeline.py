@@ -170,12 +170,26 @@ HET4_GROUPS = (
     (1, 3),  # the other halves
     (2, 3),  # layer 3 and the head
 )
+TIED_GROUPS = (
+    (0, 1),
+    (0, 1, 2),
+    (0, 2, 3),  # halves of the shared weight, which is whole on ranks 2 and 3
+    (0, 3),
+    (1, 2, 3),  # the other halves
+    (1, 3),
+    (2, 3),
+)
 
 
+@pytest.mark.parametrize(
+    ("config", "groups"),
+    [(T0, HET4_GROUPS), (replace(T0, tie_word_embeddings=True), TIED_GROUPS)],
+    ids=["untied", "tied"],
+)
 def test_ten_starts_with_random_delays_make_the_same_groups_and_the_same_loss(
-    monkeypatch: pytest.MonkeyPatch,
+    config: LlamaConfig, groups: tuple[tuple[int, ...], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Llama(T0)
+    model = Llama(config)
     program = build(model, het4())
     join, attempt = World.join, 0
 
@@ -199,8 +213,8 @@ def test_ten_starts_with_random_delays_make_the_same_groups_and_the_same_loss(
         seen |= set(run_ranks(range(4), work, 30).values())
     assert len(seen) == 1, f"starts or ranks differ: {seen}"
     ((created, loss, _),) = seen
-    assert created == HET4_GROUPS
-    assert loss == pytest.approx(reference([D0[:4]]).losses[0], rel=LOSS_RTOL)
+    assert created == groups
+    assert loss == pytest.approx(reference([D0[:4]], config).losses[0], rel=LOSS_RTOL)
 
 
 # Fewer micro-batches than stages (O-32).

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -182,6 +183,23 @@ def test_the_summary_names_what_the_strategy_amounts_to() -> None:
     assert "40 process groups for collectives: R0-3 R0,16 " in shown
     assert "idle: R31" in shown
     assert "\nIdentity, nothing is sent: entry in layers 0-14, 17-29, 31, 33-44, " in shown
+
+
+def test_a_tied_weight_is_told_with_the_ranks_that_hold_it(small: str) -> None:
+    told = "embedding and head share embedding.weight, which lives on R0-1 R2 R3"
+    tied = ("explain", small, "--set", "model.tie_word_embeddings=true")
+    assert f"{told}, and its operators are listed in this order\n" in run(*tied).out
+    assert "share embedding.weight" not in run("explain", small).out
+    found = by_name(explained(*tied[1:]))
+    assert "head.weight" not in found
+    assert found["embedding.weight"]["operators"] == ["SplitAR"] * 3
+
+
+def test_idle_ranks_are_named_below_the_pipelines(small: str) -> None:
+    moved = ("--set", "strategy.pipelines.1.stages.0.ranks=4", "--set", "strategy.idle_ranks=3")
+    assert re.search(r"^ *idle: R3 *$", run("explain", small, *moved).out, re.MULTILINE)
+    found = explained(small, *moved)
+    assert (found["ranks"], found["idle_ranks"]) == ([0, 1, 2, 4], [3])
 
 
 def test_deep_pipelines_are_continued_below(small: str) -> None:

@@ -197,7 +197,7 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_leaves_no_process(recipe:
         _, err = process.communicate(timeout=30)
         assert time.monotonic() - began < 10
     assert process.returncode == 128 + signal.SIGKILL
-    assert "error: rank process 2 was killed by SIGKILL" in err
+    assert "error: rank 2 was killed by SIGKILL" in err
     assert "Traceback" not in err, "that a peer is gone is no defect of the others"
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
