@@ -23,6 +23,7 @@ from hetero_megatron.pipeline.schedule_file import read_csv
 from hetero_megatron.recipe_sections import (
     SCHEDULE_FILE,
     DataSection,
+    KernelsSection,
     ModelSection,
     NodesSection,
     OutputSection,
@@ -57,7 +58,7 @@ def _known_kinds(value: object) -> object:
 
 
 class Recipe(Section):
-    """One run: model, cluster, strategy, data, training, output.
+    """One run: model, cluster, strategy, data, training, kernels, output.
 
     >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=10"])
     """
@@ -69,6 +70,7 @@ class Recipe(Section):
     strategy: StrategySection
     data: Annotated[DataSection, _expanded("data")] = DataSection()
     training: TrainingSection
+    kernels: KernelsSection = KernelsSection()
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
     _file: str = PrivateAttr("recipe")
 
@@ -325,6 +327,7 @@ def _homes() -> dict[str, str]:
         "model": ModelSection,
         "data": DataSection,
         "training": TrainingSection,
+        "kernels": KernelsSection,
         "output": OutputSection,
         "the top level": Recipe,
     }
