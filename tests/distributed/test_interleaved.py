@@ -59,6 +59,11 @@ def test_three_steps_of_six_layers_equal_one_device(name: str) -> None:
     assert_parity(train(SIX_LAYERS[name], STEPS, SIX, SGD), reference(STEPS, SIX, SGD))
 
 
+def test_optimizer_states_are_cut_over_interleaved_pipelines() -> None:
+    plan = replace(SIX_LAYERS["PP2 v3 beside TP2 PP2 v2"], zero=1)
+    assert_parity(train(plan, STEPS, SIX, SGD), reference(STEPS, SIX, SGD))
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_documents_of_any_length_cross_every_chunk(sequence_parallel: bool) -> None:
     """Lengths differ by micro-batch, so a message that took another's place would have another size."""
