@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 from hetero_megatron.errors import RecipeError
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.recipe_text import degrees, layer_ranges, number_list
+from hetero_megatron.runtime.state import BUCKET_ELEMENTS
 from hetero_megatron.strategy import Recompute
 
 Numbers: TypeAlias = int | str | list[int | str]
@@ -176,7 +177,10 @@ class DataSection(Section):
 
 
 class TrainingSection(Section):
-    """How long, how much, how fast; names and defaults are Megatron's."""
+    """How long, how much, how fast; names and defaults are Megatron's.
+
+    `bucket_size`: gradients and parameters travel in buckets of about this many elements of the full tensors.
+    """
 
     train_iters: Count
     global_batch_size: Count
@@ -195,6 +199,7 @@ class TrainingSection(Section):
     nonfinite: Literal["skip", "stop"] = "stop"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     log_interval: Count = 10
+    bucket_size: Count = BUCKET_ELEMENTS
 
     @field_validator("clip_grad")
     @classmethod
@@ -208,6 +213,15 @@ class TrainingSection(Section):
                 f"min_lr {self.min_lr:g} is above lr {self.lr:g}; the rate falls from lr to min_lr"
             )
         return self
+
+
+class KernelsSection(Section):
+    """Which kernel computes each operator: `auto` takes the first that is installed and fits device and dtype."""
+
+    attention: Literal["auto", "flash-attn", "transformer-engine", "torch-varlen", "torch-sdpa"] = "auto"
+    rms_norm: Literal["auto", "transformer-engine", "apex", "torch"] = "auto"
+    cross_entropy: Literal["auto", "torch"] = "auto"
+    adam: Literal["auto", "transformer-engine", "apex", "torch"] = "auto"
 
 
 class OutputSection(Section):

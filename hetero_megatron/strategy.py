@@ -151,6 +151,11 @@ class Strategy:
         return tuple(sorted(rank for p in self.pipelines for stage in p.stages for rank in stage.ranks))
 
     @property
+    def has_ring(self) -> bool:
+        """Whether some pipeline passes keys and values around."""
+        return self.context_parallel == "ring" and any(p.context_parallel_size > 1 for p in self.pipelines)
+
+    @property
     def rows_per_step(self) -> int:
         """The most packed rows that one step can take."""
         return sum(p.micro_batches * p.micro_batch_size for p in self.pipelines)

@@ -20,9 +20,10 @@ from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.llama import Llama, build_single_device
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.batch import IGNORE, MicroBatch
+from hetero_megatron.runtime.binding import Kernels
 from hetero_megatron.runtime.optimizer import OptimizerSettings, learning_rate
 from hetero_megatron.runtime.session import Session, StepResult
-from hetero_megatron.runtime.state import ParameterSlot, view
+from hetero_megatron.runtime.state import BUCKET_ELEMENTS, ParameterSlot, view
 from hetero_megatron.runtime.world import World
 from hetero_megatron.strategy import Pipeline, Stage, Strategy
 from tests.distributed.ranks import run_ranks
@@ -113,7 +114,14 @@ def build(model: Llama, plan: Strategy) -> Program:
 
 
 def start(
-    model: Llama, program: Program, world: World, settings: OptimizerSettings, dtype: torch.dtype, seed: int
+    model: Llama,
+    program: Program,
+    world: World,
+    settings: OptimizerSettings,
+    dtype: torch.dtype,
+    seed: int,
+    kernels: Kernels | None = None,
+    bucket_elements: int = BUCKET_ELEMENTS,
 ) -> Session:
     """A Session whose initial values are those of `build_single_device(config, seed)`."""
     specs = initial_values(model)
@@ -121,7 +129,8 @@ def start(
     def initial(slot: ParameterSlot) -> Tensor:
         return initial_value(slot.name, specs[slot.name], slot.bounds, slot.full_shape, seed)
 
-    return Session(program, world, dict(model.named_modules()), initial, settings, dtype)
+    modules = dict(model.named_modules())
+    return Session(program, world, modules, initial, settings, dtype, kernels, bucket_elements)
 
 
 def alter_gradients(session: Session, change: Callable[[ParameterSlot, Tensor, float], None]) -> None:
@@ -141,7 +150,7 @@ def zero_head(session: Session) -> None:
     for slot in session.state.slots:
         if slot.name == "head.weight":
             view(session.state.master, slot).zero_()
-    session.gather.run()
+    session.gather.start()
 
 
 def snapshot(session: Session) -> list[Tensor]:
@@ -163,13 +172,15 @@ def train(
     batches_of: Callable[[Session, int, list[MicroBatch]], list[MicroBatch]] | None = None,
     collect: Callable[[Session], Any] | None = None,
     timeout_s: float = 60.0,
+    kernels: Kernels | None = None,
+    bucket_elements: int = BUCKET_ELEMENTS,
 ) -> Outcome:
     """Train on real processes; rows of each step are dealt over the pipelines in order."""
     model = Llama(config)
     program = build(model, plan)
 
     def work(world: World) -> Any:
-        session = start(model, program, world, settings, dtype, seed)
+        session = start(model, program, world, settings, dtype, seed, kernels, bucket_elements)
         gradients: dict[str, Tensor] = {}
         session.gradient_hook = lambda slot, gradient, divisor: gradients.update(
             {slot.name: gradient / max(divisor, 1.0)}
@@ -243,8 +254,9 @@ def reference(
     seed: int = 7,
     masks: Mapping[Document, Sequence[int]] | None = None,
     prepare: Callable[[torch.nn.Module], None] | None = None,
+    packed: bool = True,
 ) -> Outcome:
-    """REF: one process, plain autograd and torch.optim, the whole step as one batch."""
+    """REF: one process, plain autograd and torch.optim, the whole step as one batch (or each row by itself)."""
     torch.set_num_threads(1)
     model = build_single_device(config, seed)
     if prepare:
@@ -262,8 +274,10 @@ def reference(
     outcome = Outcome()
     for step, documents in enumerate(steps):
         optimizer.zero_grad()
-        batch = micro_batch(documents, masks=masks)
-        loss = model(batch.tokens_T, batch.targets_T, batch.segments) / batch.valid_tokens
+        rows = [documents] if packed else [(document,) for document in documents]
+        batches = [micro_batch(row, masks=masks) for row in rows]
+        losses = torch.stack([model(b.tokens_T, b.targets_T, b.segments) for b in batches])
+        loss = losses.sum() / sum(b.valid_tokens for b in batches)
         loss.backward()
         gradients = {name: p.grad.detach().clone() for name, p in parameters.items()}
         norm = torch.cat([g.flatten() for g in gradients.values()]).double().norm().item()
