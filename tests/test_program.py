@@ -71,6 +71,22 @@ def test_tokens_must_divide_over_all_stages_of_their_own_pipeline() -> None:
     assert [whole.token_multiple(pipeline) for pipeline in range(3)] == [1, 1, 1]
 
 
+def test_context_parallel_parts_pad_their_own_tokens_and_report_their_own_loss() -> None:
+    found = program(strategy((1, 1, [stage("0-2", "0-1", tp=(2, 1)), stage("3-8", "2-3", tp=(4, 2))])))
+    assert [found.token_multiple(0, part) for part in (0, 1)] == [4, 2]
+    assert found.token_multiple(0) == 1, "a whole micro-batch is not padded"
+    assert [found.part_of(rank) for rank in range(9)] == [0, 0, 1, 0, 0, 0, 0, 1, 1]
+    assert [rank for rank in range(9) if found.reports_loss(rank)] == [3, 7]
+
+
+def test_ulysses_has_a_group_of_one_rank_per_part() -> None:
+    plan = strategy((1, 1, [stage("0-3", "0-3", cp=2)]), (1, 1, [stage("4", "0-3")]))
+    ring, ulysses = program(plan), program(replace(plan, context_parallel="ulysses"))
+    assert [ring.lane_of(rank) for rank in (1, 4)] == [(), ()]
+    assert [ulysses.lane_of(rank) for rank in range(5)] == [(0, 2), (1, 3), (0, 2), (1, 3), ()]
+    assert {(0, 2), (1, 3)} <= set(ulysses.groups)
+
+
 def test_a_step_may_have_other_counts_of_micro_batches_than_the_strategy() -> None:
     found = program(het4())
     assert spell_steps(found.actions(2, 1)) == "{RECV_F0} F0 B0 {SEND_B0}"

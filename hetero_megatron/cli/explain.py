@@ -95,10 +95,9 @@ def _write(text: str, path: Path, option: str) -> None:
 
 def _lines(program: Program, recipe: Recipe) -> Iterator[ReshardLine]:
     graph, training = program.annotated.graph, recipe.training
-    width = DTYPES[training.precision].itemsize
+    width, tokens = DTYPES[training.precision].itemsize, _tokens(program, training.seq_length)
     for reshard in program.reshards:
         hidden = graph.size(reshard.name, 1)
-        tokens = [p.micro_batch_size * training.seq_length for p in program.strategy.pipelines]
         ahead, back = reshard.forward, reshard.backward
         subgroups = len(program.plan[reshard.name].groups)
         yield ReshardLine(
@@ -115,8 +114,17 @@ def _lines(program: Program, recipe: Recipe) -> Iterator[ReshardLine]:
         yield ReshardLine(name, GRADIENT, plan.operators, sent, (), 0, plan.ranks)
 
 
+def _tokens(program: Program, seq_length: int) -> list[int]:
+    """Of one micro-batch, by subgroup: context-parallel parts share the tokens of their pipeline."""
+    return [
+        max(1, pipeline.micro_batch_size * seq_length * share // sum(pipeline.token_shares))
+        for pipeline in program.strategy.pipelines
+        for share in pipeline.token_shares
+    ]
+
+
 def _activation_bytes(plan: CommPlan | None, tokens: Sequence[int], hidden: int, width: int) -> int:
-    """Every pipeline has its own number of tokens, so each subgroup's ranks are counted with their own."""
+    """Every subgroup has its own number of tokens, so its ranks are counted with them."""
     if plan is None:
         return 0
     sent = 0
@@ -206,9 +214,12 @@ def _print(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> 
     )
     if rank is not None:
         _print_rank(console, program, rank)
-    if len(strategy.pipelines) > 1:
+    parts = any(pipeline.context_parallel_size > 1 for pipeline in strategy.pipelines)
+    if len(strategy.pipelines) > 1 or parts:
+        each = ", those of their context-parallel parts one after the other" if parts else ""
         _say(
-            console, "operators of pipelines 0, 1, ... are listed in this order, or once where they are equal"
+            console,
+            f"operators of pipelines 0, 1, ... are listed in this order{each}, or once where they are equal",
         )
     for name in sorted(shared_parameters(program.annotated.graph)):
         _say(console, _tied_text(program, name))

@@ -286,3 +286,38 @@ def test_a_schedule_that_cannot_be_written_is_refused(small: str, tmp_path: Path
     path = tmp_path / "nowhere" / "mine.csv"
     message = refusal("explain", small, "--schedule-csv", str(path))
     assert message == f"--schedule-csv: {path} cannot be written: No such file or directory"
+
+
+def test_a_homogeneous_plan_of_dp_cp_and_tp_has_plain_collectives_only(tmp_path: Path) -> None:
+    """Context-parallel parts are subgroups, and alike ones cost nothing more than their Megatron equivalent."""
+    recipe = tmp_path / "even.yaml"
+    recipe.write_text(
+        SMALL.split("strategy:")[0] + "strategy: {dp: 2, cp: 2, tp: 2, micro_batches: 2, "
+        "micro_batch_size: 1}\ntraining: {train_iters: 1, global_batch_size: 4, seq_length: 64, lr: 1}\n"
+    )
+    for mode in ("ring", "ulysses"):
+        found = explained(str(recipe), "--set", f"strategy.context_parallel={mode}")
+        for reshard in found["reshards"]:
+            every = {*reshard["operators"], *reshard["backward_operators"]}
+            assert every <= {"AR", "AG", "RS", "AR+AR", "Identity"}, reshard
+        forward = by_name(found)["layers.0.attention_in"]
+        assert forward["operators"] == ["AG"] * 4
+        # Each of four parts has 32 tokens of 32 features in FP32, and each of its two ranks sends its half.
+        assert forward["bytes"] == 4 * 32 * 32 * 4
+        plain = [[0, 1], [0, 2, 4, 6], [1, 3, 5, 7], [2, 3], [4, 5], [6, 7]]
+        lanes = [[0, 2], [1, 3], [4, 6], [5, 7]] if mode == "ulysses" else []
+        assert found["groups"] == sorted([*plain, *lanes])
+    assert "context-parallel parts one after the other" in run("explain", str(recipe)).out
+
+
+def test_unequal_parts_are_counted_with_their_own_tokens(tmp_path: Path) -> None:
+    recipe = tmp_path / "uneven.yaml"
+    recipe.write_text(
+        SMALL.split("strategy:")[0] + "strategy: {pipelines: [{micro_batches: 1, micro_batch_size: 1, "
+        "stages: [{ranks: 0-2, layers: 0-1, tp: [2, 1]}]}]}\n"
+        "training: {train_iters: 1, global_batch_size: 1, seq_length: 96, lr: 1}\n"
+    )
+    forward = by_name(explained(str(recipe)))["layers.0.attention_in"]
+    assert forward["bytes"] == 64 * 32 * 4, (
+        "only the part of two ranks, with two thirds of the tokens, gathers"
+    )

@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.strategy import Strategy
+from tests.distributed.test_bf16 import BF16_LOSS_RTOL
 from tests.distributed.training import (
     T0,
     assert_parity,
@@ -68,3 +70,20 @@ def test_ring_attention_trains_like_one_device(name: str, sequence_parallel: boo
 @pytest.mark.parametrize("name", ULYSSES)
 def test_ulysses_trains_like_one_device(name: str, sequence_parallel: bool) -> None:
     check(replace(LAYOUTS[name], sequence_parallel=sequence_parallel, context_parallel="ulysses"))
+
+
+@pytest.mark.parametrize("mode", ["ring", "ulysses"])
+@pytest.mark.parametrize("name", ["DP2xCP2", "CP2 beside TP2"])
+def test_zero_1_cuts_states_over_context_parallel_parts_too(name: str, mode: str) -> None:
+    check(replace(LAYOUTS[name], zero=1, context_parallel=mode))
+
+
+@pytest.mark.parametrize("mode", ["ring", "ulysses"])
+def test_a_bf16_run_learns_like_the_fp32_model_of_one_device(mode: str) -> None:
+    steps = [sequences(4)] * 12
+    plan = strategy((2, 2, [stage("0-3", "0-3", cp=2)]), context_parallel=mode)
+    found = train(plan, steps, dtype=torch.bfloat16)
+    wanted = reference(steps)
+    assert wanted.losses[-1] < 0.5 * wanted.losses[0], "it learns, so that equal losses mean something"
+    assert found.losses == pytest.approx(wanted.losses, rel=BF16_LOSS_RTOL, abs=0)
+    assert not any(result.skipped for result in found.results)
