@@ -231,8 +231,6 @@ def _refuse_unbuilt(number: int, pipeline: Pipeline) -> None:
             )
         if len(stage.chunks) > 1:
             raise StrategyError(f"{here}: interleaved schedules are not built yet")
-        if stage.recompute or stage.offload:
-            raise StrategyError(f"{here}: recompute and offload are not built yet")
 
 
 def _check_chunks(name: str, pipeline: Pipeline) -> None:

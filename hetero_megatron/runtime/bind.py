@@ -14,12 +14,14 @@ from hetero_megatron.graph.nodes import Kind, Node
 from hetero_megatron.graph.specialize import Chunk, ExecutableGraph
 from hetero_megatron.pipeline.action import Action, Batch
 from hetero_megatron.program import Program, split_groups
+from hetero_megatron.recompute import recomputed_runs
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.binding import Bindable, Binding, Exchanging
 from hetero_megatron.runtime.boundary import Boundary
 from hetero_megatron.runtime.clock import Clock
+from hetero_megatron.runtime.recompute import generate_recomputed
 from hetero_megatron.runtime.slices import Shape
-from hetero_megatron.runtime.stage import EdgeReduce, Reshards, StageRun, generate
+from hetero_megatron.runtime.stage import EdgeReduce, Reshards, StageRun
 from hetero_megatron.runtime.state import State, lay_out
 from hetero_megatron.runtime.world import Groups, World
 
@@ -116,7 +118,8 @@ class BoundStage:
     ) -> StageRun:
         graph = self._program.annotated.graph
         sources = tuple(graph.node(name).inputs[0] for name in chunk.outputs)
-        module, inputs = generate(chunk.nodes, chunk.inputs, sources, modules, edges)
+        runs = recomputed_runs(chunk.nodes, self._program.stage(self.world.rank).recompute_of)
+        module, inputs = generate_recomputed(chunk.nodes, chunk.inputs, sources, modules, edges, runs)
         return StageRun(module, inputs, ends=not chunk.outputs)
 
     def _ports(self, executable: ExecutableGraph, names: Sequence[str]) -> list[_Port]:
