@@ -34,6 +34,14 @@ Degrees = Annotated[
     BeforeValidator(degrees, json_schema_input_type=int | list[int] | None),
 ]
 Count = Annotated[int, Field(ge=1)]
+Recomputation: TypeAlias = Literal["none", "full", "selective"] | dict[Literal["full", "selective"], Layers]
+
+
+def recomputes(value: Recomputation) -> tuple[Recompute, ...]:
+    """What a `recompute` key says, as entries of a strategy's stage."""
+    if isinstance(value, str):
+        return () if value == "none" else (Recompute(value),)
+    return tuple(Recompute(kind, layers) for kind, ranges in value.items() for layers in ranges or (None,))
 
 
 def refuse_unknown(keys: Mapping[object, object], known: Mapping[str, object]) -> None:
@@ -86,17 +94,13 @@ class StageSection(Section):
     layers: Layers = None
     tp: Degrees = None
     cp: Count | None = None
-    recompute: Literal["none", "full", "selective"] | dict[Literal["full", "selective"], Layers] = "none"
+    recompute: Recomputation = "none"
     offload: bool = False
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
         """The entries of a strategy's stage."""
-        if isinstance(self.recompute, str):
-            return () if self.recompute == "none" else (Recompute(self.recompute),)
-        return tuple(
-            Recompute(kind, layers) for kind, ranges in self.recompute.items() for layers in ranges or (None,)
-        )
+        return recomputes(self.recompute)
 
 
 class PipelineSection(Section):
@@ -114,6 +118,7 @@ class PipelineSection(Section):
 class StrategySection(Section):
     """Either `pipelines`, or dp, tp and pp with the micro_batches and micro_batch_size of each pipeline.
 
+    `recompute` and `offload` are then those of all stages; with `pipelines`, each stage has its own.
     With `plan`, an annotation plan as `explain --plan` writes it, the pipelines give only their micro-batches.
     """
 
@@ -125,6 +130,8 @@ class StrategySection(Section):
     cp: Count | None = None
     micro_batches: Count | None = None
     micro_batch_size: Count | None = None
+    recompute: Recomputation | None = None
+    offload: bool | None = None
     zero: Annotated[int, Field(ge=0, le=1)] = 0
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     sequence_parallel: bool = True
@@ -135,6 +142,8 @@ class StrategySection(Section):
     @model_validator(mode="after")
     def _one_form(self) -> "StrategySection":
         shorthand = ("dp", "tp", "pp", "cp", "micro_batches", "micro_batch_size")
+        if self.plan is None:
+            shorthand += ("recompute", "offload")
         used = [name for name in shorthand if getattr(self, name) is not None]
         if self.pipelines is not None and used:
             raise RecipeError(f"{used[0]} describes all pipelines alike; drop it, or drop pipelines")

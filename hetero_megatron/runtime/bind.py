@@ -19,6 +19,7 @@ from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.binding import Bindable, Binding, Exchanging
 from hetero_megatron.runtime.boundary import Boundary
 from hetero_megatron.runtime.clock import Clock
+from hetero_megatron.runtime.offload import Offload
 from hetero_megatron.runtime.recompute import generate_recomputed
 from hetero_megatron.runtime.slices import Shape
 from hetero_megatron.runtime.stage import EdgeReduce, Reshards, StageRun
@@ -58,6 +59,7 @@ class BoundStage:
         self.constraints = executable.constraints
         self.state = self._cut_parameters(executable, modules)
         edges = self._bind_layers(executable, modules)
+        self._offload = Offload(world.device)
         self._runs = [self._run(chunk, modules, edges) for chunk in executable.chunks]
         self._inputs = [self._ports(executable, chunk.inputs) for chunk in executable.chunks]
         self._outputs = [self._ports(executable, chunk.outputs) for chunk in executable.chunks]
@@ -118,9 +120,10 @@ class BoundStage:
     ) -> StageRun:
         graph = self._program.annotated.graph
         sources = tuple(graph.node(name).inputs[0] for name in chunk.outputs)
-        runs = recomputed_runs(chunk.nodes, self._program.stage(self.world.rank).recompute_of)
+        stage = self._program.stage(self.world.rank)
+        runs = recomputed_runs(chunk.nodes, stage.recompute_of)
         module, inputs = generate_recomputed(chunk.nodes, chunk.inputs, sources, modules, edges, runs)
-        return StageRun(module, inputs, ends=not chunk.outputs)
+        return StageRun(module, inputs, not chunk.outputs, self._offload if stage.offload else None)
 
     def _ports(self, executable: ExecutableGraph, names: Sequence[str]) -> list[_Port]:
         reshards = {reshard.name: reshard for reshard in executable.reshards}

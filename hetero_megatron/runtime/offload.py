@@ -48,7 +48,7 @@ class _Streams:
     """One stream out and one back on a GPU; on a CPU everything happens at once and in order."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda, self._device = device.type == "cuda", device
         if self._cuda:
             self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
@@ -59,7 +59,7 @@ class _Streams:
         if not self._cuda:
             host.copy_(source)
             return None
-        self._out.wait_stream(torch.cuda.current_stream())
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
         if free is not None:
             self._out.wait_event(free)
         with torch.cuda.stream(self._out):
@@ -75,7 +75,7 @@ class _Streams:
             target.copy_(host)
             return None
         # The memory may have belonged to a tensor that the current stream still reads.
-        self._back.wait_stream(torch.cuda.current_stream())
+        self._back.wait_stream(torch.cuda.current_stream(self._device))
         if written is not None:
             self._back.wait_event(written)
         with torch.cuda.stream(self._back):
@@ -86,7 +86,7 @@ class _Streams:
     def join(self, event: torch.cuda.Event | None) -> None:
         """The current stream goes on when `event` has happened."""
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(self._device).wait_event(event)
 
 
 class _Moved:
@@ -177,7 +177,11 @@ class Offload:
 
         def pack(tensor: Tensor) -> Tensor | _Saved:
             storage = tensor.untyped_storage()
-            if storage.nbytes() < SMALLEST_BYTES or storage._cdata in stay or tensor.device != self._device:
+            if (
+                storage.nbytes() < SMALLEST_BYTES
+                or storage._cdata in stay
+                or tensor.device.type != self._device.type
+            ):
                 return tensor
             key = (storage._cdata, tensor._version)
             if key not in seen:
@@ -187,7 +191,9 @@ class Offload:
                 seen[key] = StorageWeakRef(storage), len(trip.moved) - 1
             place = seen[key][1]
             trip.moved[place].users += 1
-            return _Saved(trip, place, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return _Saved(
+                trip, place, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            )
 
         return pack
 

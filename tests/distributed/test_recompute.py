@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hetero_megatron.runtime import offload
 from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
 from tests.distributed.training import (
-    T0,
     assert_parity,
     het4,
     reference,
@@ -58,7 +58,7 @@ LAYOUTS = {
     "PP2 last stage only": each_stage(PP2, {(0, 1): (Recompute("full", (3, 3)),)}),
     "HET4 full": everywhere(het4(), FULL),
     "HET4 selective": everywhere(het4(), SELECTIVE),
-    "HET4 different by pipeline": each_stage(het4(), {(0, 0): MIXED[:1] + SELECTIVE[:0], (1, 0): MIXED}),
+    "HET4 different by pipeline": each_stage(het4(), {(0, 0): MIXED[:1], (1, 0): MIXED}),
 }
 
 
@@ -67,3 +67,40 @@ LAYOUTS = {
 def test_three_steps_with_recomputation_equal_one_device(name: str, sequence_parallel: bool) -> None:
     plan = replace(LAYOUTS[name], sequence_parallel=sequence_parallel)
     assert_parity(train(plan, STEPS), reference(STEPS))
+
+
+OFFLOADED = {
+    "TP2": everywhere(TP2, (), offload=True),
+    "PP2": everywhere(PP2, (), offload=True),
+    "HET4": everywhere(het4(), (), offload=True),
+    "HET4 with full recomputation": everywhere(het4(), FULL, offload=True),
+    "HET4 mixed by layer": everywhere(het4(), (), offload=True),
+}
+OFFLOADED["HET4 mixed by layer"] = each_stage(
+    OFFLOADED["HET4 mixed by layer"], {(0, 0): (Recompute("full", (0, 0)), Recompute("selective", (1, 1)))}
+)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_three_steps_with_offloaded_activations_equal_one_device(
+    name: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "SMALLEST_BYTES", 256)
+    plan = replace(OFFLOADED[name], sequence_parallel=sequence_parallel)
+    found = train(plan, STEPS, collect=lambda session: session.stage._offload.buffers.free_bytes)
+    assert all(moved > 0 for moved in found.extra.values()), "every rank has moved something"
+    assert_parity(found, reference(STEPS))
+
+
+def test_bf16_steps_are_bit_equal_with_and_without_recomputation_and_offload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offload, "SMALLEST_BYTES", 256)
+    plain = train(het4(), STEPS, dtype=torch.bfloat16)
+    for entries, moved in ((FULL, False), (SELECTIVE, True), (MIXED[:0], True)):
+        found = train(everywhere(het4(), entries, moved), STEPS, dtype=torch.bfloat16)
+        assert found.losses == plain.losses
+        for name, tensors in plain.tensors.items():
+            for kind, tensor in tensors.items():
+                assert torch.equal(found.tensors[name][kind], tensor), f"{kind} of {name}"
