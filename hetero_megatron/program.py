@@ -112,9 +112,18 @@ class Program:
         return self.annotated.post_plans(self.cluster)
 
     @cached_property
+    def pres(self) -> dict[str, CommPlan]:
+        """Per parameter, how it is made from the layout of its optimizer states."""
+        return self.annotated.pre_plans(self.cluster)
+
+    @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Every rank tuple that some collective of this program uses, sorted."""
-        plans: list[CommPlan] = [*self.posts.values(), *self.annotated.edge_plans(self.cluster).values()]
+        plans: list[CommPlan] = [
+            *self.pres.values(),
+            *self.posts.values(),
+            *self.annotated.edge_plans(self.cluster).values(),
+        ]
         plans += [
             plan
             for reshard in self.reshards

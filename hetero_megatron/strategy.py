@@ -174,8 +174,6 @@ class Strategy:
         for number, pipeline in enumerate(self.pipelines):
             _check_pipeline(number, pipeline, facts)
             _refuse_unbuilt(number, pipeline)
-        if self.zero or self.offload_optimizer:
-            raise StrategyError("zero 1 and offload_optimizer are not built yet")
         self._check_ranks(tuple(cluster_ranks))
 
     def _check_ranks(self, cluster_ranks: tuple[int, ...]) -> None:

@@ -137,7 +137,8 @@ def test_idle_ranks_are_named_and_really_idle() -> None:
     ("plan", "message"),
     [
         (strategy(), "the strategy has no pipeline"),
-        (replace(het4(), zero=1), "zero 1 and offload_optimizer are not built yet"),
+        (replace(het4(), zero=2), "zero is 2; 0 keeps optimizer states whole, 1 shards them"),
+        (replace(het4(), context_parallel="rong"), "context_parallel is 'rong'; known: ring, ulysses"),
         (
             strategy((-1, 1, [stage("0", "0-3")])),
             "pipeline 0: -1 micro-batches of size 1; the count must be 0 or more",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_megatron.runtime.state import State
+from hetero_megatron.runtime.state import State, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,9 @@ def clip_factor(norm: float, clip_grad: float | None) -> float:
 
 
 def update(state: State, settings: OptimizerSettings, lr: float, divisor: float) -> None:
-    """One step from `state.gradient / divisor`; the gradient buffer is left undefined."""
+    """One step of the master weights from `state.gradient / divisor`; the gradient buffer is left undefined."""
     state.step += 1
     UPDATES[settings.name](state, settings, lr, divisor)
-    state.refresh()
 
 
 def _adam(state: State, settings: OptimizerSettings, lr: float, divisor: float) -> None:
@@ -99,7 +98,7 @@ UPDATES: Mapping[str, Callable[[State, OptimizerSettings, float, float], None]] 
 def _decay_groups(state: State, weight_decay: float) -> tuple[tuple[float, list[slice]], ...]:
     """Runs of the flat buffers by weight decay; without decay all of it is one run."""
     if not weight_decay:
-        return ((0.0, [slice(0, state.master.numel())]),)
+        return ((0.0, [slice(0, state.master.numel())] if state.master.numel() else []),)
     spans: dict[bool, list[slice]] = {True: [], False: []}
     for slot in state.slots:
         spans[len(slot.full_shape) > 1].append(slice(slot.offset, slot.offset + slot.elements))
@@ -113,6 +112,6 @@ def squared_norm(state: State) -> Tensor:
     """
     if not state.slots:
         return torch.zeros((), dtype=torch.float64, device=state.device)
-    parts = [state.view(state.gradient, slot) for slot in state.slots]
+    parts = [view(state.gradient, slot) for slot in state.slots]
     norms = torch.stack(torch._foreach_norm(parts)).double()
     return (norms * norms * state.counted).sum()

@@ -1,7 +1,10 @@
 """Parameters, FP32 master weights, gradients and Adam moments of one rank, in flat buffers (DESIGN decision 5).
 
-Parameters with the same gradient plan form a bucket: a run of one flat buffer, so that a bucket is synchronised
-without packing. Sizes are local; `full_shape` is the global one.
+There are two layouts. Parameters, and the gradients that a backward pass makes of them, lie as the parameter's
+annotation says; master weights, moments and the gradients to update them with lie as its `@state` annotation says.
+They are the same unless ZeRO-1 cuts the states, and then they share one buffer. Parameters with the same
+communication form a bucket: a run of the flat buffers, so that a bucket travels without packing. Sizes are local;
+`full_shape` is the global one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +19,30 @@ from hetero_megatron.annotation.region import Bounds
 from hetero_megatron.comm.steps import CommPlan
 
 Shape = tuple[int, ...]
+# Megatron's default: large enough for full bandwidth, small enough to travel while the backward pass goes on.
+BUCKET_ELEMENTS = 40_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A parameter that this rank holds: full shape, both layouts, and how gradients and values change between them.
+
+    Attributes:
+        post: from the gradient as it is produced to the layout of the states.
+        pre: from the layout of the states to the parameter's own.
+    """
+
+    name: str
+    full_shape: Shape
+    parameter: Annotation
+    states: Annotation
+    post: CommPlan
+    pre: CommPlan
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
-    """One local parameter: where its shard lies in the tensor, in the flat buffers, and who else holds it.
+    """A local shard in one of the two layouts: where it lies in the tensor and in the flat buffers.
 
     Attributes:
         counted: whether this rank counts the shard in global norms; every element is counted on one rank.
@@ -30,7 +52,6 @@ class ParameterSlot:
     full_shape: Shape
     annotation: Annotation
     bounds: Bounds
-    post: CommPlan
     offset: int
     counted: bool
 
@@ -45,37 +66,61 @@ class ParameterSlot:
         return prod(self.shape)
 
 
+Slots = tuple[ParameterSlot, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A run of slots with one gradient plan."""
+    """Parameters that travel together: their slots in both layouts, the same tuple where these are equal."""
 
-    plan: CommPlan
-    slots: tuple[ParameterSlot, ...]
-
-    @property
-    def span(self) -> slice:
-        """Its place in the flat buffers."""
-        last = self.slots[-1]
-        return slice(self.slots[0].offset, last.offset + last.elements)
+    post: CommPlan
+    pre: CommPlan
+    parameters: Slots
+    states: Slots
 
 
-def lay_out(rank: int, parameters: Sequence[tuple[str, Shape, Annotation, CommPlan]]) -> tuple[Bucket, ...]:
-    """Buckets of a rank's parameters (name, full shape, annotation, gradient plan), in flat-buffer order."""
-    by_plan: dict[int, tuple[CommPlan, list[tuple[str, Shape, Annotation]]]] = {}
-    for name, shape, annotation, plan in parameters:
+def span(slots: Slots) -> slice:
+    """The place of consecutive slots in the flat buffers of their layout."""
+    return slice(slots[0].offset, slots[-1].offset + slots[-1].elements)
+
+
+def lay_out(
+    rank: int, placements: Sequence[Placement], bucket_elements: int = BUCKET_ELEMENTS
+) -> tuple[Bucket, ...]:
+    """Buckets of a rank's parameters, in flat-buffer order, of about `bucket_elements` elements of the full tensors.
+
+    Ranks that communicate make the same buckets: their parameters with one plan are the same ones, in one order.
+    """
+    cuts: list[list[Placement]] = []
+    latest: dict[tuple[int, int], list[Placement]] = {}
+    for placement in placements:
         # Plans are resolved once per distinct pair of annotations, so the same plan is the same object.
-        by_plan.setdefault(id(plan), (plan, []))[1].append((name, shape, annotation))
-    buckets, offset = [], 0
-    for plan, members in by_plan.values():
-        slots = []
-        for name, shape, annotation in members:
-            bounds = annotation.region(rank).bounds(shape)
-            slots.append(
-                ParameterSlot(name, shape, annotation, bounds, plan, offset, is_counted(annotation, rank))
-            )
-            offset += slots[-1].elements
-        buckets.append(Bucket(plan, tuple(slots)))
+        key = (id(placement.post), id(placement.pre))
+        if key not in latest or sum(prod(p.full_shape) for p in latest[key]) >= bucket_elements:
+            cuts.append([])
+            latest[key] = cuts[-1]
+        latest[key].append(placement)
+    buckets, at, at_states = [], 0, 0
+    for members in cuts:
+        parameters = _slots(rank, members, [each.parameter for each in members], at)
+        states = _slots(rank, members, [each.states for each in members], at_states)
+        at, at_states = span(parameters).stop, span(states).stop
+        buckets.append(Bucket(members[0].post, members[0].pre, parameters, states))
     return tuple(buckets)
+
+
+def _slots(
+    rank: int, placements: Sequence[Placement], annotations: Sequence[Annotation], offset: int
+) -> Slots:
+    slots = []
+    for placement, annotation in zip(placements, annotations, strict=True):
+        shape = placement.full_shape
+        bounds = annotation.region(rank).bounds(shape)
+        slots.append(
+            ParameterSlot(placement.name, shape, annotation, bounds, offset, is_counted(annotation, rank))
+        )
+        offset += slots[-1].elements
+    return tuple(slots)
 
 
 def is_counted(annotation: Annotation, rank: int) -> bool:
@@ -86,35 +131,61 @@ def is_counted(annotation: Annotation, rank: int) -> bool:
     return all(place == 0 for dim, place in annotation.coord(rank).items() if dim < 0)
 
 
-class State:
-    """The flat buffers and the parameters that are views of them."""
+def view(flat: Tensor, slot: ParameterSlot) -> Tensor:
+    """The slot's part of a flat buffer, in its local shape."""
+    return flat[slot.offset : slot.offset + slot.elements].view(slot.shape)
 
-    def __init__(self, buckets: Sequence[Bucket], dtype: torch.dtype, device: torch.device) -> None:
+
+class State:
+    """The flat buffers and the parameters that are views of them.
+
+    Attributes:
+        slots: the layout of `master`, `gradient` and the `moments`, all FP32.
+        parameter_slots: the layout of `compute`, in `dtype`, and of `accumulated`, FP32: the gradients of this
+            rank's own micro-batches.
+        is_apart: whether the two layouts need buffers of their own: ZeRO-1, or states in host memory (`offload`).
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], dtype: torch.dtype, device: torch.device, offload: bool = False
+    ) -> None:
         self.buckets = tuple(buckets)
-        self.slots = tuple(slot for bucket in buckets for slot in bucket.slots)
-        total = sum(slot.elements for slot in self.slots)
-        self.device = device
+        self.slots = tuple(slot for bucket in buckets for slot in bucket.states)
+        self.parameter_slots = tuple(slot for bucket in buckets for slot in bucket.parameters)
+        # By annotation, not by bounds: a rank whose piece is the whole tensor must still gather with the others.
+        self.is_apart = offload or any(
+            own.annotation != other.annotation
+            for own, other in zip(self.slots, self.parameter_slots, strict=True)
+        )
+        self.device = torch.device("cpu") if offload else device
+        # Pinned memory is what a GPU copies from and to while it computes.
+        pinned = offload and device.type == "cuda"
+
+        def zeros(slots: Slots, dtype: torch.dtype, states: bool) -> Tensor:
+            total = sum(slot.elements for slot in slots)
+            if states:
+                return torch.zeros(total, dtype=dtype, device=self.device, pin_memory=pinned)
+            return torch.zeros(total, dtype=dtype, device=device)
+
         # 1 where this rank counts a slot in global norms, 0 where another one does.
         self.counted = torch.tensor(
-            [float(slot.counted) for slot in self.slots], dtype=torch.float64, device=device
+            [float(slot.counted) for slot in self.slots], dtype=torch.float64, device=self.device
         )
-        self.master = torch.zeros(total, dtype=torch.float32, device=device)
-        self.gradient = torch.zeros_like(self.master)
-        self.moments = {"exp_avg": torch.zeros_like(self.master), "exp_avg_sq": torch.zeros_like(self.master)}
+        self.master = zeros(self.slots, torch.float32, True)
+        self.gradient = zeros(self.slots, torch.float32, True)
+        self.moments = {name: zeros(self.slots, torch.float32, True) for name in ("exp_avg", "exp_avg_sq")}
         self.step = 0
-        self.compute = (
-            self.master if dtype is torch.float32 else torch.zeros(total, dtype=dtype, device=device)
+        shared = dtype is torch.float32 and not self.is_apart
+        self.compute = self.master if shared else zeros(self.parameter_slots, dtype, False)
+        self.accumulated = (
+            zeros(self.parameter_slots, torch.float32, False) if self.is_apart else self.gradient
         )
-        self.parameters = {slot.name: self._parameter(slot) for slot in self.slots}
-
-    def view(self, flat: Tensor, slot: ParameterSlot) -> Tensor:
-        """The slot's part of a flat buffer, in its local shape."""
-        return flat[slot.offset : slot.offset + slot.elements].view(slot.shape)
+        self.parameters = {slot.name: self._parameter(slot) for slot in self.parameter_slots}
 
     def _parameter(self, slot: ParameterSlot) -> nn.Parameter:
         """A leaf whose gradient lands in the FP32 buffer, micro-batch after micro-batch."""
-        parameter = nn.Parameter(self.view(self.compute, slot))
-        gradient = self.view(self.gradient, slot)
+        parameter = nn.Parameter(view(self.compute, slot))
+        gradient = view(self.accumulated, slot)
         if self.compute.dtype is torch.float32:
             parameter.grad = gradient
         else:
@@ -122,19 +193,13 @@ class State:
         return parameter
 
     def initialise(self, value: Callable[[ParameterSlot], Tensor]) -> None:
-        """Fill the master weights slot by slot and refresh the compute copies."""
+        """Fill the master weights slot by slot; the parameters are made from them by `sync.ParameterGather`."""
         for slot in self.slots:
-            self.view(self.master, slot).copy_(value(slot))
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Round the master weights into the compute copies (Pre)."""
-        if self.compute is not self.master:
-            self.compute.copy_(self.master)
+            view(self.master, slot).copy_(value(slot))
 
     def zero_gradient(self) -> None:
         """Forget the last step's gradients."""
-        self.gradient.zero_()
+        self.accumulated.zero_()
 
     def attach(self, modules: Mapping[str, nn.Module]) -> None:
         """Put the local shards in place of the modules' parameters."""

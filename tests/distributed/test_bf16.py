@@ -5,6 +5,7 @@ import torch
 
 from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.session import Session
+from hetero_megatron.runtime.state import view
 from tests.distributed.training import (
     alter_gradients,
     het4,
@@ -42,7 +43,7 @@ def test_updates_below_bf16_resolution_add_up_in_the_master_weights() -> None:
     def look(session: Session, step: int) -> None:
         slot = next((s for s in session.state.slots if s.name.endswith("norm.weight")), None)
         assert slot is not None
-        values = (session.state.view(flat, slot) for flat in (session.state.master, session.state.compute))
+        values = (view(flat, slot) for flat in (session.state.master, session.state.compute))
         norms.append(tuple(float(value[0]) for value in values))
 
     plan = strategy((2, 1, [stage("0-1", "0-2"), stage("2", "3")]), (2, 1, [stage("3", "0-3")]))

@@ -81,6 +81,13 @@ OFFLOADED["HET4 mixed by layer"] = each_stage(
 )
 
 
+@pytest.mark.parametrize("entries", [FULL, SELECTIVE], ids=["full", "selective"])
+def test_three_steps_with_recomputation_and_cut_optimizer_states_equal_one_device(
+    entries: tuple[Recompute, ...],
+) -> None:
+    assert_parity(train(everywhere(het4(zero=1), entries), STEPS), reference(STEPS))
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_three_steps_with_offloaded_activations_equal_one_device(

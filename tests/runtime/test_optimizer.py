@@ -13,8 +13,8 @@ from hetero_megatron.runtime.optimizer import (
     squared_norm,
     update,
 )
-from hetero_megatron.runtime.state import State, lay_out
-from tests.runtime.flat import state_of
+from hetero_megatron.runtime.state import Placement, State, lay_out, view
+from tests.runtime.flat import refresh, state_of
 
 COSINE = OptimizerSettings(lr=1e-3, min_lr=1e-4, lr_decay_style="cosine", lr_warmup_iters=4, train_iters=20)
 
@@ -72,13 +72,14 @@ def test_adam_is_torchs_adamw_with_norm_weights_spared_from_decay(decay: float, 
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
+    refresh(state)
     assert state.step == 5
     for slot in state.slots:
         parameter = wanted[slot.name]
-        torch.testing.assert_close(state.view(state.master, slot), parameter.detach())
-        assert torch.equal(state.parameters[slot.name], state.view(state.master, slot).to(dtype))
+        torch.testing.assert_close(view(state.master, slot), parameter.detach())
+        assert torch.equal(state.parameters[slot.name], view(state.master, slot).to(dtype))
         for moment, flat in state.moments.items():
-            torch.testing.assert_close(state.view(flat, slot), optimizer.state[parameter][moment])
+            torch.testing.assert_close(view(flat, slot), optimizer.state[parameter][moment])
 
 
 def test_sgd_without_decay_is_torchs() -> None:
@@ -90,7 +91,7 @@ def test_sgd_without_decay_is_torchs() -> None:
         update(state, OptimizerSettings(name="sgd"), 0.3, divisor=5.0)
         optimizer.step()
     for slot in state.slots:
-        torch.testing.assert_close(state.view(state.master, slot), wanted[slot.name].detach())
+        torch.testing.assert_close(view(state.master, slot), wanted[slot.name].detach())
 
 
 def test_sgd_decays_apart_from_the_gradient_and_spares_norm_weights() -> None:
@@ -101,14 +102,12 @@ def test_sgd_decays_apart_from_the_gradient_and_spares_norm_weights() -> None:
     for slot in state.slots:
         parameter = wanted[slot.name].detach()
         kept = 1.0 if parameter.dim() == 1 else 1 - 0.3 * 0.1
-        torch.testing.assert_close(
-            state.view(state.master, slot), kept * parameter - 0.3 * wanted[slot.name].grad
-        )
+        torch.testing.assert_close(view(state.master, slot), kept * parameter - 0.3 * wanted[slot.name].grad)
 
 
 def copies(state: State) -> dict[str, Tensor]:
     """The parameters by name, for torch.optim."""
-    return {slot.name: state.view(state.master, slot).clone().requires_grad_() for slot in state.slots}
+    return {slot.name: view(state.master, slot).clone().requires_grad_() for slot in state.slots}
 
 
 def fill_gradients(state: State, wanted: dict[str, Tensor], seed: int, divisor: float) -> None:
@@ -116,7 +115,7 @@ def fill_gradients(state: State, wanted: dict[str, Tensor], seed: int, divisor: 
     generator = torch.Generator().manual_seed(seed)
     for slot in state.slots:
         wanted[slot.name].grad = gradient = torch.randn(slot.shape, generator=generator)
-        state.view(state.gradient, slot).copy_(gradient * divisor)
+        view(state.gradient, slot).copy_(gradient * divisor)
 
 
 def test_a_rank_without_parameters_updates_nothing_and_has_norm_0() -> None:
@@ -140,8 +139,8 @@ def test_the_norm_counts_only_what_this_rank_counts_and_shows_what_is_not_finite
     copies = Annotation.on((0, 1), {-1: 2})
     rows = Annotation.on((0, 1), {0: 2})
     parameters = [
-        ("norm.weight", (3,), copies, resolve(copies, copies)),
-        ("a.weight", (4, 2), rows, resolve(rows, rows)),
+        Placement("norm.weight", (3,), copies, copies, resolve(copies, copies), resolve(copies, copies)),
+        Placement("a.weight", (4, 2), rows, rows, resolve(rows, rows), resolve(rows, rows)),
     ]
     squares = []
     for rank in (0, 1):

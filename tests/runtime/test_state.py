@@ -11,9 +11,9 @@ from torch import nn
 from hetero_megatron.annotation import Annotation, DeviceGroup, DistributedStates
 from hetero_megatron.comm import resolve
 from hetero_megatron.comm.steps import CommPlan
-from hetero_megatron.runtime.state import State, is_counted, lay_out
+from hetero_megatron.runtime.state import Placement, Slots, State, is_counted, lay_out, span
 from tests.distributed.training import T0, Llama, build, het4, stage, strategy
-from tests.runtime.flat import SHAPES, state_of
+from tests.runtime.flat import SHAPES, refresh, state_of
 
 CPU = torch.device("cpu")
 
@@ -65,48 +65,98 @@ def test_every_element_is_counted_exactly_once(zero_dim: int) -> None:
 def test_the_counted_elements_of_a_strategy_are_the_parameters_of_the_model() -> None:
     for plan in (
         het4(),
+        het4(zero=1),
         strategy((1, 1, [stage("0-3", "0-3")])),
         strategy((2, 1, [stage("0", "0-1"), stage("1-2", "2-3")])),
     ):
         program = build(Llama(T0), plan)
-        graph = program.annotated.graph
+        graph, states = program.annotated.graph, program.annotated.states
         parameters = [
-            (n, graph.parameter_shape(n), program.plan[n], program.posts[n]) for n in graph.parameters
+            Placement(
+                n, graph.parameter_shape(n), program.plan[n], states[n], program.posts[n], program.pres[n]
+            )
+            for n in graph.parameters
         ]
         counted = sum(
             slot.elements
             for rank in plan.ranks
             for bucket in lay_out(
-                rank, [each for each in parameters if each[2].subgroup_of(rank) is not None]
+                rank, [each for each in parameters if each.parameter.subgroup_of(rank) is not None]
             )
-            for slot in bucket.slots
+            for slot in bucket.states
             if slot.counted
         )
         assert counted == 43_296
 
 
-def three_plans() -> tuple[list[tuple[str, tuple[int, ...], Annotation, CommPlan]], CommPlan, CommPlan]:
+def three_plans() -> tuple[list[Placement], CommPlan, CommPlan]:
     rows, copies = Annotation.on((0, 1), {0: 2}), Annotation.on((0, 1), {-1: 2})
     keep, add = resolve(rows, rows), resolve(Annotation.on((0, 1), {-2: 2}), copies)
     parameters = [
-        ("a.weight", (4, 3), rows, keep),
-        ("norm.weight", (5,), copies, add),
-        ("b.weight", (2, 6), rows, keep),
-        ("norm2.weight", (3,), copies, add),
+        Placement("a.weight", (4, 3), rows, rows, keep, keep),
+        Placement("norm.weight", (5,), copies, copies, add, keep),
+        Placement("b.weight", (2, 6), rows, rows, keep, keep),
+        Placement("norm2.weight", (3,), copies, copies, add, keep),
     ]
     return parameters, keep, add
+
+
+def names(slots: Slots) -> list[str]:
+    return [slot.name for slot in slots]
 
 
 def test_a_bucket_is_one_run_of_the_buffers_per_gradient_plan() -> None:
     parameters, keep, add = three_plans()
     first, second = lay_out(1, parameters)
-    assert (first.plan, second.plan) == (keep, add)
-    assert [slot.name for slot in first.slots] == ["a.weight", "b.weight"]
-    assert [slot.name for slot in second.slots] == ["norm.weight", "norm2.weight"]
-    assert [slot.shape for slot in first.slots] == [(2, 3), (1, 6)]
-    assert first.slots[0].bounds == ((2, 4), (0, 3))
-    assert [slot.offset for bucket in (first, second) for slot in bucket.slots] == [0, 6, 12, 17]
-    assert (first.span, second.span) == (slice(0, 12), slice(12, 20))
+    assert (first.post, second.post) == (keep, add)
+    assert names(first.states) == names(first.parameters) == ["a.weight", "b.weight"]
+    assert names(second.states) == ["norm.weight", "norm2.weight"]
+    assert [slot.shape for slot in first.states] == [(2, 3), (1, 6)]
+    assert first.states[0].bounds == ((2, 4), (0, 3))
+    assert [slot.offset for bucket in (first, second) for slot in bucket.states] == [0, 6, 12, 17]
+    assert (span(first.states), span(second.states)) == (slice(0, 12), slice(12, 20))
+
+
+def test_buckets_are_cut_by_the_size_of_the_full_tensors_alike_on_every_rank() -> None:
+    parameters, _, _ = three_plans()
+    for rank in (0, 1):
+        cut = lay_out(rank, parameters, bucket_elements=5)
+        assert [names(bucket.states) for bucket in cut] == [
+            ["a.weight"],
+            ["norm.weight"],
+            ["b.weight"],
+            ["norm2.weight"],
+        ]
+
+
+def zero_1(rank: int, dtype: torch.dtype = torch.float32) -> State:
+    """Copies on ranks 0 and 1, states cut in rows: five rows are three and two."""
+    copies, rows = Annotation.on((0, 1), {-1: 2}), Annotation.on((0, 1), {0: 2})
+    post, pre = resolve(Annotation.on((0, 1), {-2: 2}), rows), resolve(rows, copies)
+    return State(
+        lay_out(rank, [Placement("norm.weight", (5,), copies, rows, post, pre)]), dtype, torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_zero_1_states_hold_a_part_and_parameters_all(dtype: torch.dtype) -> None:
+    states = [zero_1(rank, dtype) for rank in (0, 1)]
+    assert [state.master.numel() for state in states] == [3, 2]
+    assert [state.moments["exp_avg"].numel() for state in states] == [3, 2]
+    for state in states:
+        assert state.is_apart
+        assert state.accumulated is not state.gradient
+        assert (state.compute.numel(), state.compute.dtype) == (5, dtype)
+        assert (state.accumulated.numel(), state.accumulated.dtype) == (5, torch.float32)
+        assert state.counted.tolist() == [1.0]
+
+
+def test_states_in_host_memory_are_apart_from_the_parameters() -> None:
+    parameters, _, _ = three_plans()
+    state = State(lay_out(0, parameters), torch.float32, CPU, offload=True)
+    assert state.is_apart
+    assert state.compute is not state.master
+    assert state.master.device == CPU
 
 
 def test_shards_are_views_that_tile_the_buffers() -> None:
@@ -158,7 +208,7 @@ def test_bf16_weights_are_rounded_master_weights_and_refreshed_from_them() -> No
     assert torch.equal(state.compute, state.master.bfloat16())
     assert not torch.equal(state.compute.float(), state.master)
     state.master.fill_(1 + 2**-10)
-    state.refresh()
+    refresh(state)
     assert state.parameters["norm.weight"].tolist() == [1.0] * 5
     assert state.master[0] == 1 + 2**-10, "the master weights keep what BF16 loses"
 
