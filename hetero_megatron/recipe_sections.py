@@ -142,9 +142,9 @@ class StrategySection(Section):
 
     @model_validator(mode="after")
     def _one_form(self) -> "StrategySection":
-        shorthand = ("dp", "tp", "pp", "cp", "micro_batches", "micro_batch_size")
+        shorthand = ["dp", "tp", "pp", "cp", "micro_batches", "micro_batch_size"]
         if self.plan is None:
-            shorthand += ("recompute", "offload")
+            shorthand += ["recompute", "offload"]
         used = [name for name in shorthand if getattr(self, name) is not None]
         if self.pipelines is not None and used:
             raise RecipeError(f"{used[0]} describes all pipelines alike; drop it, or drop pipelines")

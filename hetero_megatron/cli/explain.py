@@ -9,9 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from hetero_megatron.cli.memory import memory_json, print_memory
 from hetero_megatron.cluster import ranges_text
 from hetero_megatron.comm.steps import CommPlan
 from hetero_megatron.errors import RecipeError, StrategyError
+from hetero_megatron.memory import RankMemory, estimate
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.pipeline.action import spell_steps
 from hetero_megatron.pipeline.timing import clock
@@ -42,11 +44,17 @@ class ReshardLine:
 
 
 def run(
-    recipe: Recipe, rank: int | None, as_json: bool, schedule: bool = False, plan: Path | None = None
+    recipe: Recipe,
+    rank: int | None,
+    as_json: bool,
+    schedule: bool = False,
+    plan: Path | None = None,
+    memory: bool = False,
 ) -> None:
     """Print what the recipe's strategy means; with `rank`, only what that rank takes part in.
 
-    `schedule` adds the time grid of a step. The annotation plan is written to `plan`.
+    `schedule` adds the time grid of a step, `memory` what every rank's device has to hold.
+    The annotation plan is written to `plan`.
 
     Raises:
         HeteroError: the recipe cannot be turned into a Program, or the rank is in no pipeline.
@@ -57,13 +65,19 @@ def run(
     if plan is not None:
         _write(program.plan.to_json(), plan)
     lines = [line for line in _lines(program, recipe) if rank is None or rank in line.ranks]
+    needs: tuple[RankMemory, ...] = ()
+    if memory:
+        found = estimate(program, recipe.training.seq_length, DTYPES[recipe.training.precision].itemsize)
+        needs = tuple(each for each in found if rank is None or each.rank == rank)
     if as_json:
         grid = {"grid": str(program.schedule).splitlines()} if schedule else {}
-        print(json.dumps(_as_json(program, lines, rank) | grid))
+        print(json.dumps(_as_json(program, lines, rank) | grid | (memory_json(needs) if memory else {})))
     else:
         _print(program, lines, rank)
         if schedule:
             Console(highlight=False).print(str(program.schedule), soft_wrap=True)
+        if memory:
+            print_memory(needs)
 
 
 def _check_rank(program: Program, rank: int | None) -> None:

@@ -14,10 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-SMALLEST_BYTES = 2**16
-"""A smaller tensor stays on the device: moving it costs more than it frees."""
-AHEAD = 4
-"""So many storages are on their way back before the backward asks for them."""
+from hetero_megatron.activations import FETCHED_AHEAD, SMALLEST_OFFLOADED
 
 
 class HostBuffers:
@@ -146,7 +143,7 @@ class Trip:
 
     def fetch_before(self, place: int) -> None:
         """Bring back the storages that the backward, which goes from last to first, will ask for next."""
-        for each in self.moved[max(0, place - AHEAD) : place]:
+        for each in self.moved[max(0, place - FETCHED_AHEAD) : place]:
             if each.users > 0:
                 each.fetch()
 
@@ -178,7 +175,7 @@ class Offload:
         def pack(tensor: Tensor) -> Tensor | _Saved:
             storage = tensor.untyped_storage()
             if (
-                storage.nbytes() < SMALLEST_BYTES
+                storage.nbytes() < SMALLEST_OFFLOADED
                 or storage._cdata in stay
                 or tensor.device.type != self._device.type
             ):

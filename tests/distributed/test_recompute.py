@@ -93,7 +93,7 @@ def test_three_steps_with_recomputation_and_cut_optimizer_states_equal_one_devic
 def test_three_steps_with_offloaded_activations_equal_one_device(
     name: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload, "SMALLEST_BYTES", 256)
+    monkeypatch.setattr(offload, "SMALLEST_OFFLOADED", 256)
     plan = replace(OFFLOADED[name], sequence_parallel=sequence_parallel)
     found = train(plan, STEPS, collect=lambda session: session.stage._offload.buffers.free_bytes)
     assert all(moved > 0 for moved in found.extra.values()), "every rank has moved something"
@@ -103,7 +103,7 @@ def test_three_steps_with_offloaded_activations_equal_one_device(
 def test_bf16_steps_are_bit_equal_with_and_without_recomputation_and_offload(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload, "SMALLEST_BYTES", 256)
+    monkeypatch.setattr(offload, "SMALLEST_OFFLOADED", 256)
     plain = train(het4(), STEPS, dtype=torch.bfloat16)
     for entries, moved in ((FULL, False), (SELECTIVE, True), (MIXED[:0], True)):
         found = train(everywhere(het4(), entries, moved), STEPS, dtype=torch.bfloat16)

@@ -16,14 +16,16 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._known: set[int] = set()
+        # Weak references, so that an address is not used again by another storage.
+        self._known: dict[int, StorageWeakRef] = {}
         self.calls: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls[func.name()] = self.calls.get(func.name(), 0) + 1
         for tensor in _tensors(args):
-            if tensor.untyped_storage()._cdata not in self._made:
-                self._known.add(tensor.untyped_storage()._cdata)
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._made and storage._cdata not in self._known:
+                self._known[storage._cdata] = StorageWeakRef(storage)
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _small_tensors_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "SMALLEST_BYTES", 1024)
+    monkeypatch.setattr(offload, "SMALLEST_OFFLOADED", 1024)
 
 
 def model_run(model: nn.Module, offloaded: Offload | None, kind: str = "none") -> StageRun:
@@ -128,8 +128,8 @@ def test_only_a_few_storages_come_back_ahead_of_the_backward() -> None:
             y = y.exp().sin()
     trip.start_back()
     fetched = [each._back is not None for each in trip.moved]
-    assert sum(fetched) == offload.AHEAD
-    assert all(fetched[-offload.AHEAD :])
+    assert sum(fetched) == offload.FETCHED_AHEAD
+    assert all(fetched[-offload.FETCHED_AHEAD :])
 
 
 def test_a_tensor_written_to_after_it_was_saved_is_another_one() -> None:
@@ -148,7 +148,7 @@ def test_a_tensor_written_to_after_it_was_saved_is_another_one() -> None:
 
 
 def test_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "SMALLEST_BYTES", 4097)
+    monkeypatch.setattr(offload, "SMALLEST_OFFLOADED", 4097)
     trip, out, _ = saved(Doubles(), torch.randn(32, 32, requires_grad=True))
     assert trip.moved == []
     out.backward()
