@@ -94,12 +94,22 @@ class Program:
         last = stage == len(self.pipelines[number]) - 1
         return last and any(part[0] == rank for part in self.stage(rank).parts)
 
-    def token_multiple(self, pipeline: int, part: int = 0) -> int:
-        """What a part's tokens of a micro-batch must divide by: sequence parallelism cuts them over every stage's TP."""
-        if not self.strategy.sequence_parallel:
-            return 1
+    def lane_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks with the place of `rank` in every context-parallel part: the ones Ulysses exchanges heads with."""
+        parts = self.stage(rank).parts
+        if self.strategy.context_parallel != "ulysses" or len(parts) == 1:
+            return ()
+        return next(lane for lane in zip(*parts, strict=True) if rank in lane)
+
+    def token_multiple(self, pipeline: int, part: int | None = None) -> int:
+        """What a part's tokens of a micro-batch must divide by: sequence parallelism cuts them over every stage's TP.
+
+        Without `part`, what a whole micro-batch is padded to: several parts pad their own tokens each.
+        """
         stages = self.strategy.pipelines[pipeline].stages
-        return lcm(*(stage.tensor_parallel_sizes[part] for stage in stages))
+        if not self.strategy.sequence_parallel or (part is None and stages[0].context_parallel_size > 1):
+            return 1
+        return lcm(*(stage.tensor_parallel_sizes[part or 0] for stage in stages))
 
     def actions(self, rank: int, micro_batches: int) -> tuple[Step, ...]:
         """The steps of `rank` in a step with this many micro-batches in its pipeline."""
@@ -134,6 +144,7 @@ class Program:
         for node in self.annotated.graph.nodes:
             if node.kind is Kind.COMPUTE and node.signature is not None and node.signature.reduced:
                 found |= set(split_groups(self.annotated.values[node.inputs[0]], 1))
+        found |= {lane for rank in self.strategy.ranks if (lane := self.lane_of(rank))}
         return tuple(sorted(found))
 
     @property

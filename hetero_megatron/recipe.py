@@ -19,6 +19,7 @@ from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.presets import PRESETS
 from hetero_megatron.recipe_sections import (
     DataSection,
+    KernelsSection,
     ModelSection,
     NodesSection,
     OutputSection,
@@ -54,7 +55,7 @@ def _known_kinds(value: object) -> object:
 
 
 class Recipe(Section):
-    """One run: model, cluster, strategy, data, training, output.
+    """One run: model, cluster, strategy, data, training, kernels, output.
 
     >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=10"])
     """
@@ -66,6 +67,7 @@ class Recipe(Section):
     strategy: StrategySection
     data: Annotated[DataSection, _expanded("data")] = DataSection()
     training: TrainingSection
+    kernels: KernelsSection = KernelsSection()
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
     _file: str = PrivateAttr("recipe")
 
@@ -323,6 +325,7 @@ def _homes() -> dict[str, str]:
         "model": ModelSection,
         "data": DataSection,
         "training": TrainingSection,
+        "kernels": KernelsSection,
         "output": OutputSection,
         "the top level": Recipe,
     }

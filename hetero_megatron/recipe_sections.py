@@ -224,6 +224,15 @@ class TrainingSection(Section):
         return self
 
 
+class KernelsSection(Section):
+    """Which kernel computes each operator: `auto` takes the first that is installed and fits device and dtype."""
+
+    attention: Literal["auto", "flash-attn", "transformer-engine", "torch-varlen", "torch-sdpa"] = "auto"
+    rms_norm: Literal["auto", "transformer-engine", "apex", "torch"] = "auto"
+    cross_entropy: Literal["auto", "torch"] = "auto"
+    adam: Literal["auto", "transformer-engine", "apex", "torch"] = "auto"
+
+
 class OutputSection(Section):
     """The run's folder, relative to the folder in which the command runs."""
 

@@ -151,6 +151,11 @@ class Strategy:
         return tuple(sorted(rank for p in self.pipelines for stage in p.stages for rank in stage.ranks))
 
     @property
+    def has_ring(self) -> bool:
+        """Whether some pipeline passes keys and values around."""
+        return self.context_parallel == "ring" and any(p.context_parallel_size > 1 for p in self.pipelines)
+
+    @property
     def rows_per_step(self) -> int:
         """The most packed rows that one step can take."""
         return sum(p.micro_batches * p.micro_batch_size for p in self.pipelines)
@@ -173,6 +178,8 @@ class Strategy:
             )
         for number, pipeline in enumerate(self.pipelines):
             _check_pipeline(number, pipeline, facts)
+            if self.context_parallel == "ulysses":
+                _check_ulysses(number, pipeline, facts)
             _refuse_unbuilt(number, pipeline)
         self._check_ranks(tuple(cluster_ranks))
 
@@ -220,13 +227,26 @@ def _check_pipeline(number: int, pipeline: Pipeline, facts: ModelFacts) -> None:
     _check_layers(name, pipeline, facts.num_layers)
 
 
+def _check_ulysses(number: int, pipeline: Pipeline, facts: ModelFacts) -> None:
+    """Heads go round over the ranks of equal place in each part."""
+    for s, stage in enumerate(pipeline.stages):
+        here, sizes = f"pipeline {number} stage {s}", stage.tensor_parallel_sizes
+        if len(set(sizes)) > 1:
+            raise StrategyError(
+                f"{here}: context_parallel ulysses needs the same TP in every part, tp is {list(sizes)}; "
+                "context_parallel ring takes parts of different TP"
+            )
+        if facts.num_attention_heads % len(stage.ranks):
+            raise StrategyError(
+                f"{here}: context_parallel ulysses splits {facts.num_attention_heads} attention heads over "
+                f"tp {sizes[0]} x cp {len(sizes)} = {len(stage.ranks)} ranks, which must divide them; "
+                "context_parallel ring has no such limit"
+            )
+
+
 def _refuse_unbuilt(number: int, pipeline: Pipeline) -> None:
     for s, stage in enumerate(pipeline.stages):
         here = f"pipeline {number} stage {s}"
-        if stage.context_parallel_size > 1:
-            raise StrategyError(
-                f"{here}: cp {stage.context_parallel_size}: context parallelism is not built yet"
-            )
         if len(stage.chunks) > 1:
             raise StrategyError(f"{here}: interleaved schedules are not built yet")
 

@@ -140,7 +140,15 @@ def test_data_is_the_standard_library_a_folder_or_files(tmp_path: Path) -> None:
 
 def test_the_json_schema_admits_shorthands_and_names_every_section() -> None:
     schema = Recipe.json_schema()
-    assert set(schema["properties"]) == {"model", "cluster", "strategy", "data", "training", "output"}
+    assert set(schema["properties"]) == {
+        "model",
+        "cluster",
+        "strategy",
+        "data",
+        "training",
+        "kernels",
+        "output",
+    }
     assert "string" in json.dumps(schema["properties"]["model"])
     assert "train_iters" in schema["$defs"]["TrainingSection"]["properties"]
 
@@ -184,7 +192,7 @@ def test_the_nearest_name_looks_at_letters_and_parts() -> None:
         ("trainning.lr=1", "FILE: trainning: unknown key; did you mean training?"),
         (
             "extras.a=1",
-            "FILE: extras: unknown key; known here: cluster, data, model, output, strategy, training",
+            "FILE: extras: unknown key; known here: cluster, data, kernels, model, output, strategy, training",
         ),
         (
             "training.micro_batch_size=1",
@@ -215,6 +223,14 @@ def test_the_nearest_name_looks_at_letters_and_parts() -> None:
             "training.global_batch_size=100",
             "FILE: training.global_batch_size: global_batch_size 100 does not fit",
         ),
+        (
+            "kernels.attention=flash_attn",
+            'FILE: kernels.attention: "flash_attn" is text, '
+            "'auto', 'flash-attn', 'transformer-engine', 'torch-varlen' or 'torch-sdpa' is needed; "
+            "did you mean flash-attn?",
+        ),
+        ("kernels.adm=auto", "FILE: kernels.adm: unknown key; did you mean adam?"),
+        ("training.rms_norm=apex", "FILE: training.rms_norm: unknown key here; rms_norm belongs to kernels"),
         ("strategy=auto", 'FILE: strategy: "auto" is text, a mapping is needed'),
         ("strategy.dp=2", "FILE: strategy: dp describes all pipelines alike; drop it, or drop pipelines"),
         ("strategy={tp: 2}", "FILE: strategy: write pipelines, or dp, tp and pp together with micro_batches"),

@@ -150,8 +150,14 @@ def test_idle_ranks_are_named_and_really_idle() -> None:
         (strategy((1, 1, [])), "pipeline 0 has no stage"),
         (strategy((1, 1, [Stage((), (0, 3))])), "pipeline 0 stage 0 has no rank"),
         (
-            strategy((1, 1, [Stage((0, 1), (0, 3), cp=2)])),
-            "stage 0: cp 2: context parallelism is not built yet",
+            strategy((1, 1, [Stage((0, 1, 2), (0, 3), tp=(2, 1))]), context_parallel="ulysses"),
+            r"pipeline 0 stage 0: context_parallel ulysses needs the same TP in every part, tp is \[2, 1\]; "
+            "context_parallel ring takes parts of different TP",
+        ),
+        (
+            strategy((1, 1, [Stage(tuple(range(8)), (0, 3), cp=2)]), context_parallel="ulysses"),
+            "stage 0: context_parallel ulysses splits 4 attention heads over tp 4 x cp 2 = 8 ranks, which must "
+            "divide them; context_parallel ring has no such limit",
         ),
         (
             strategy((1, 1, [Stage((0,), (0, 3), cp=0)])),

@@ -16,9 +16,11 @@ from hetero_megatron.pipeline.action import Action, Batch
 from hetero_megatron.program import Program, split_groups
 from hetero_megatron.recompute import recomputed_runs
 from hetero_megatron.runtime.batch import MicroBatch
-from hetero_megatron.runtime.binding import Bindable, Binding, Exchanging
+from hetero_megatron.runtime.binding import Bindable, Binding, Exchanging, Kernels
 from hetero_megatron.runtime.boundary import Boundary
 from hetero_megatron.runtime.clock import Clock
+from hetero_megatron.runtime.context import ContextLayout
+from hetero_megatron.runtime.context_group import ContextGroup, WorldChannel
 from hetero_megatron.runtime.offload import Offload
 from hetero_megatron.runtime.recompute import generate_recomputed
 from hetero_megatron.runtime.slices import Shape
@@ -52,12 +54,15 @@ class BoundStage:
         modules: Mapping[str, nn.Module],
         dtype: torch.dtype,
         clock: Clock,
+        kernels: Kernels,
         bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
         self.world, self.clock, self.dtype = world, clock, dtype
+        self._kernels = kernels
         self._program, self._groups = program, groups
         executable = program.executable(world.rank)
         self.constraints = executable.constraints
+        self._layout = self._context_layout()
         self.state = self._cut_parameters(executable, modules, bucket_elements)
         edges = self._bind_layers(executable, modules)
         self._offload = Offload(world.device)
@@ -148,7 +153,23 @@ class BoundStage:
             ranks = next((group for group in split_groups(annotation, 1) if self.world.rank in group), ())
             if ranks:
                 reductions[factor] = _reducer(self._groups[ranks], self.clock)
-        return Binding(node.name, bounds, shapes, reductions)
+        return Binding(node.name, bounds, shapes, reductions, self._kernels, self._context(node))
+
+    def _context(self, node: Node) -> ContextGroup | None:
+        """For a layer whose tokens look at one another; its second operand is what other parts send."""
+        program, rank, signature = self._program, self.world.rank, node.signature
+        parts = program.stage(rank).parts
+        if len(parts) == 1 or signature is None or "t" not in signature.indivisible:
+            return None
+        if len(signature.operands) < 2:
+            return None
+        keys = program.annotated.values[node.inputs[1]]
+        # Any token count will do: only the columns are read.
+        shape = (keys.hsize * len(keys.ranks), program.annotated.graph.size(node.inputs[1], 1))
+        columns = [[(member, keys.region(member).bounds(shape)[1]) for member in part] for part in parts]
+        lane = program.lane_of(rank)
+        channel = WorldChannel(self.world, self.clock, lane, self._groups[lane] if lane else None)
+        return ContextGroup.of(program.strategy.context_parallel, rank, columns, channel)
 
     def _run(
         self, chunk: Chunk, modules: Mapping[str, nn.Module], edges: Mapping[tuple[str, int], nn.Module]
@@ -178,6 +199,19 @@ class BoundStage:
                 )
             )
         return ports
+
+    def _context_layout(self) -> ContextLayout | None:
+        program, rank = self._program, self.world.rank
+        number, _ = program.pipeline_of(rank)
+        shares = program.strategy.pipelines[number].token_shares
+        if len(shares) == 1:
+            return None
+        multiples = tuple(program.token_multiple(number, part) for part in range(len(shares)))
+        return ContextLayout(program.part_of(rank), shares, multiples)
+
+    def own_tokens(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """What this rank's context-parallel part takes of its pipeline's micro-batches."""
+        return batches if self._layout is None else [self._layout.cut(batch) for batch in batches]
 
     def check_sizes(self, batches: Sequence[MicroBatch]) -> None:
         """Refuse token counts that this rank's Reshards cannot cut into equal parts.

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hetero_megatron.annotation.region import Bounds
+from hetero_megatron.runtime.context_group import ContextGroup
+
+Kernels = Mapping[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +21,16 @@ class Binding:
         bounds: global integer [lo, hi) per dim of each parameter's local shard.
         full_shapes: global shape of each parameter.
         reductions: per split factor, the in-place all-reduce over the ranks that hold its other parts.
+        kernels: the run's choice by operator (`attention`, `rms_norm`, `cross_entropy`); one left out is torch's.
+        context: how tokens of other context-parallel parts are reached, for a layer whose tokens look at others.
     """
 
     name: str
     bounds: Mapping[str, Bounds]
     full_shapes: Mapping[str, tuple[int, ...]]
     reductions: Mapping[str, Callable[[Tensor, str], Tensor]] = field(default_factory=dict)
+    kernels: Kernels = field(default_factory=dict)
+    context: ContextGroup | None = None
 
     def all_reduce(self, factor: str, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` in place over the ranks that share a split of `factor`; nothing where it is whole."""

@@ -81,6 +81,18 @@ OFFLOADED["HET4 mixed by layer"] = each_stage(
 )
 
 
+CP2 = strategy((2, 2, [stage("0-3", "0-2", cp=2), stage("4-5", "3", cp=2)]))
+
+
+@pytest.mark.parametrize("variant", ["ring", "ulysses"])
+@pytest.mark.parametrize("entries", [FULL, SELECTIVE], ids=["full", "selective"])
+def test_context_parallel_attention_is_communicated_again(
+    entries: tuple[Recompute, ...], variant: str
+) -> None:
+    plan = replace(everywhere(CP2, entries, offload=True), context_parallel=variant)
+    assert_parity(train(plan, STEPS), reference(STEPS))
+
+
 @pytest.mark.parametrize("entries", [FULL, SELECTIVE], ids=["full", "selective"])
 def test_three_steps_with_recomputation_and_cut_optimizer_states_equal_one_device(
     entries: tuple[Recompute, ...],
