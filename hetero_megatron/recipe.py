@@ -32,10 +32,11 @@ from hetero_megatron.recipe_sections import (
     StageSection,
     StrategySection,
     TrainingSection,
+    recomputes,
     refuse_unknown,
 )
 from hetero_megatron.recipe_text import apply_overrides, describe, nearest, read_yaml
-from hetero_megatron.strategy import Pipeline, Stage, Strategy
+from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
 
 # A section written as bare text means this key of it.
 SHORTHANDS = {"model": "preset", "output": "folder", "data": "folder"}
@@ -122,7 +123,9 @@ class Recipe(Section):
         if section.plan is not None:
             return self._planned(section.plan, section)
         pipelines = (
-            _homogeneous(section, self.make_config().num_layers)
+            _with_memory_options(
+                _homogeneous(section, self.make_config().num_layers), section, self.make_config().num_layers
+            )
             if section.pipelines is None
             else tuple(_pipeline(pipeline) for pipeline in section.pipelines)
         )
@@ -152,6 +155,7 @@ class Recipe(Section):
             raise RecipeError(f"strategy.plan: {path}: {error}") from error
         return dataclasses.replace(
             strategy,
+            pipelines=_with_memory_options(strategy.pipelines, section, self.make_config().num_layers),
             schedule=section.schedule,
             idle_ranks=section.idle_ranks,
             context_parallel=section.context_parallel,
@@ -315,6 +319,31 @@ def _homogeneous(section: StrategySection, num_layers: int) -> tuple[Pipeline, .
         ]
         pipelines.append(Pipeline(section.micro_batches or 0, section.micro_batch_size or 1, tuple(stages)))
     return tuple(pipelines)
+
+
+def _with_memory_options(
+    pipelines: tuple[Pipeline, ...], section: StrategySection, num_layers: int
+) -> tuple[Pipeline, ...]:
+    """`recompute` and `offload` of the whole strategy, on every stage as far as it holds the layers."""
+    entries = recomputes(section.recompute or "none")
+    for entry in entries:
+        if entry.layers is not None and entry.layers[1] >= num_layers:
+            raise RecipeError(
+                f"strategy.recompute: {entry.kind} names layer {entry.layers[1]}, "
+                f"but the model has layers 0-{num_layers - 1}"
+            )
+
+    def on(stage: Stage) -> Stage:
+        own = tuple(
+            Recompute(entry.kind, (max(first, lo), min(last, hi)))
+            for entry in entries
+            for lo, hi in [entry.layers or (0, num_layers - 1)]
+            for first, last in stage.chunks
+            if max(first, lo) <= min(last, hi)
+        )
+        return dataclasses.replace(stage, recompute=own, offload=bool(section.offload))
+
+    return tuple(dataclasses.replace(p, stages=tuple(map(on, p.stages))) for p in pipelines)
 
 
 def _homes() -> dict[str, str]:

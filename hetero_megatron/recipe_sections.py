@@ -38,6 +38,14 @@ Degrees = Annotated[
     BeforeValidator(degrees, json_schema_input_type=int | list[int] | None),
 ]
 Count = Annotated[int, Field(ge=1)]
+Recomputation: TypeAlias = Literal["none", "full", "selective"] | dict[Literal["full", "selective"], Layers]
+
+
+def recomputes(value: Recomputation) -> tuple[Recompute, ...]:
+    """What a `recompute` key says, as entries of a strategy's stage."""
+    if isinstance(value, str):
+        return () if value == "none" else (Recompute(value),)
+    return tuple(Recompute(kind, layers) for kind, ranges in value.items() for layers in ranges or (None,))
 
 
 def _known_schedule(value: str) -> str:
@@ -107,17 +115,13 @@ class StageSection(Section):
     layers: Layers = None
     tp: Degrees = None
     cp: Count | None = None
-    recompute: Literal["none", "full", "selective"] | dict[Literal["full", "selective"], Layers] = "none"
+    recompute: Recomputation = "none"
     offload: bool = False
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
         """The entries of a strategy's stage."""
-        if isinstance(self.recompute, str):
-            return () if self.recompute == "none" else (Recompute(self.recompute),)
-        return tuple(
-            Recompute(kind, layers) for kind, ranges in self.recompute.items() for layers in ranges or (None,)
-        )
+        return recomputes(self.recompute)
 
 
 class PipelineSection(Section):
@@ -137,6 +141,7 @@ class StrategySection(Section):
 
     `vp` is Megatron's virtual_pipeline_model_parallel_size: how many chunks of layers each stage holds.
     `schedule` is a name, or the path of a CSV file as `explain --schedule-csv` writes it.
+    `recompute` and `offload` are then those of all stages; with `pipelines`, each stage has its own.
     With `plan`, an annotation plan as `explain --plan` writes it, the pipelines give only their micro-batches.
     """
 
@@ -149,6 +154,8 @@ class StrategySection(Section):
     vp: Count | None = None
     micro_batches: Count | None = None
     micro_batch_size: Count | None = None
+    recompute: Recomputation | None = None
+    offload: bool | None = None
     zero: Annotated[int, Field(ge=0, le=1)] = 0
     schedule: Schedule = "1f1b"
     sequence_parallel: bool = True
@@ -158,7 +165,9 @@ class StrategySection(Section):
 
     @model_validator(mode="after")
     def _one_form(self) -> "StrategySection":
-        shorthand = ("dp", "tp", "pp", "cp", "vp", "micro_batches", "micro_batch_size")
+        shorthand = ["dp", "tp", "pp", "cp", "vp", "micro_batches", "micro_batch_size"]
+        if self.plan is None:
+            shorthand += ["recompute", "offload"]
         used = [name for name in shorthand if getattr(self, name) is not None]
         if self.pipelines is not None and used:
             raise RecipeError(f"{used[0]} describes all pipelines alike; drop it, or drop pipelines")

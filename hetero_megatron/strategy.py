@@ -193,7 +193,6 @@ class Strategy:
             _check_pipeline(number, pipeline, facts)
             if self.context_parallel == "ulysses":
                 _check_ulysses(number, pipeline, facts)
-            _refuse_unbuilt(number, pipeline)
         if self.schedule_tasks:
             _check_tasks(self)
         else:
@@ -312,13 +311,6 @@ def _check_tasks(strategy: Strategy) -> None:
                     f"schedule {name}: pipeline {number} has {found} {what} there and {wanted} in the strategy; "
                     "change one of the two"
                 )
-
-
-def _refuse_unbuilt(number: int, pipeline: Pipeline) -> None:
-    for s, stage in enumerate(pipeline.stages):
-        here = f"pipeline {number} stage {s}"
-        if stage.recompute or stage.offload:
-            raise StrategyError(f"{here}: recompute and offload are not built yet")
 
 
 def _check_chunks(name: str, pipeline: Pipeline) -> None:

@@ -12,7 +12,7 @@ from hetero_megatron.models.presets import PRESETS
 from hetero_megatron.pipeline.schedule import gpipe
 from hetero_megatron.recipe import Recipe, load_recipe
 from hetero_megatron.recipe_text import layer_ranges, nearest, number_list
-from hetero_megatron.strategy import Pipeline, Stage
+from hetero_megatron.strategy import Pipeline, Recompute, Stage
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 QUICKSTART = RECIPES / "quickstart.yaml"
@@ -111,6 +111,20 @@ def test_the_homogeneous_shorthand_spells_out_equal_pipelines() -> None:
         [(6, 7), (8, 9), (10, 11)],
     ]
     assert [stage.layers for stage in pipelines[1].stages] == [(0, 1), (2, 2), (3, 3)]
+
+
+def test_recompute_and_offload_of_the_shorthand_hold_for_all_stages_as_far_as_they_hold_the_layers() -> None:
+    change = "strategy={pp: 2, micro_batches: 8, recompute: {full: 0-2, selective: 3}, offload: true}"
+    first, second = load_recipe(QUICKSTART, [change]).make_strategy().pipelines[0].stages
+    assert first.recompute == (Recompute("full", (0, 1)),)
+    assert second.recompute == (Recompute("full", (2, 2)), Recompute("selective", (3, 3)))
+    assert first.offload
+    assert second.offload
+    change = "strategy={dp: 2, tp: 2, micro_batches: 4, recompute: selective}"
+    for pipeline in load_recipe(QUICKSTART, [change]).make_strategy().pipelines:
+        (stage,) = pipeline.stages
+        assert [stage.recompute_of(layer) for layer in range(4)] == ["selective"] * 4
+        assert not stage.offload
 
 
 def test_a_stage_without_layers_holds_only_the_head() -> None:
@@ -221,6 +235,14 @@ def test_the_nearest_name_looks_at_letters_and_parts() -> None:
         ("strategy=auto", 'FILE: strategy: "auto" is text, a mapping is needed'),
         ("strategy.dp=2", "FILE: strategy: dp describes all pipelines alike; drop it, or drop pipelines"),
         ("strategy={tp: 2}", "FILE: strategy: write pipelines, or dp, tp and pp together with micro_batches"),
+        (
+            "strategy.recompute=full",
+            "FILE: strategy: recompute describes all pipelines alike; drop it, or drop",
+        ),
+        (
+            "strategy={pp: 2, micro_batches: 3, recompute: {full: 0-4}}",
+            "FILE: strategy.recompute: full names layer 4, but the model has layers 0-3",
+        ),
         (
             "strategy={pp: 9, micro_batches: 1}",
             "FILE: strategy.pp: 9 stages for 4 layers; each stage needs a layer",

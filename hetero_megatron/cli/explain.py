@@ -9,10 +9,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from hetero_megatron.cli.memory import memory_json, print_memory
 from hetero_megatron.cluster import ranges_text
 from hetero_megatron.comm.steps import CommPlan
 from hetero_megatron.errors import RecipeError, StrategyError
 from hetero_megatron.graph.tied import shared_parameters
+from hetero_megatron.memory import RankMemory, estimate
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.pipeline.action import spell_steps
 from hetero_megatron.pipeline.schedule_file import write_csv
@@ -50,11 +52,12 @@ def run(
     schedule: bool = False,
     plan: Path | None = None,
     schedule_csv: Path | None = None,
+    memory: bool = False,
 ) -> None:
     """Print what the recipe's strategy means; with `rank`, only what that rank takes part in.
 
-    `schedule` adds the time grid of a step. The annotation plan is written to `plan`, the order of forwards and
-    backwards to `schedule_csv`.
+    `schedule` adds the time grid of a step, `memory` what every rank's device has to hold. The annotation plan is
+    written to `plan`, the order of forwards and backwards to `schedule_csv`.
 
     Raises:
         HeteroError: the recipe cannot be turned into a Program, or the rank is in no pipeline.
@@ -68,13 +71,19 @@ def run(
         orders = [actions.compute for actions in program.schedule.pipelines]
         _write(write_csv(orders), schedule_csv, "--schedule-csv")
     lines = [line for line in _lines(program, recipe) if rank is None or rank in line.ranks]
+    needs: tuple[RankMemory, ...] = ()
+    if memory:
+        found = estimate(program, recipe.training.seq_length, DTYPES[recipe.training.precision].itemsize)
+        needs = tuple(each for each in found if rank is None or each.rank == rank)
     if as_json:
         grid = {"grid": str(program.schedule).splitlines()} if schedule else {}
-        print(json.dumps(_as_json(program, lines, rank) | grid))
+        print(json.dumps(_as_json(program, lines, rank) | grid | (memory_json(needs) if memory else {})))
     else:
         _print(program, lines, rank)
         if schedule:
             Console(highlight=False).print(str(program.schedule), soft_wrap=True)
+        if memory:
+            print_memory(needs)
 
 
 def _check_rank(program: Program, rank: int | None) -> None:

@@ -54,6 +54,9 @@ def explain(
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Print the time grid of a step as well.")
     ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Print what every rank's device has to hold as well.")
+    ] = False,
     plan: Annotated[
         Path | None,
         typer.Option("--plan", metavar="FILE", help="Write the annotation plan, as JSON, to a file."),
@@ -74,7 +77,15 @@ def explain(
     checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
     from hetero_megatron.cli import explain as command
 
-    command.run(checked, rank=rank, as_json=as_json, schedule=schedule, plan=plan, schedule_csv=schedule_csv)
+    command.run(
+        checked,
+        rank=rank,
+        as_json=as_json,
+        schedule=schedule,
+        plan=plan,
+        schedule_csv=schedule_csv,
+        memory=memory,
+    )
 
 
 @app.command()

@@ -14,14 +14,17 @@ from hetero_megatron.graph.nodes import Kind, Node
 from hetero_megatron.graph.specialize import Chunk, ExecutableGraph
 from hetero_megatron.pipeline.action import Action, Batch
 from hetero_megatron.program import Program, split_groups
+from hetero_megatron.recompute import recomputed_runs
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.binding import Bindable, Binding, Exchanging, Kernels
 from hetero_megatron.runtime.boundary import Boundary
 from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.context import ContextLayout
 from hetero_megatron.runtime.context_group import ContextGroup, WorldChannel
+from hetero_megatron.runtime.offload import Offload
+from hetero_megatron.runtime.recompute import generate_recomputed
 from hetero_megatron.runtime.slices import Shape
-from hetero_megatron.runtime.stage import EdgeReduce, Reshards, StageRun, generate
+from hetero_megatron.runtime.stage import EdgeReduce, Reshards, StageRun
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS, ParameterSlot, Placement, State, lay_out
 from hetero_megatron.runtime.world import Groups, World
 
@@ -68,6 +71,7 @@ class BoundStage:
         self._layout = self._context_layout()
         self.state = self._cut_parameters(executable, modules, bucket_elements)
         edges = self._bind_layers(executable, modules)
+        self._offload = Offload(world.device)
         self._runs = [self._run(chunk, modules, edges) for chunk in executable.chunks]
         self._inputs = [self._ports(executable, chunk.inputs) for chunk in executable.chunks]
         self._outputs = [self._ports(executable, chunk.outputs) for chunk in executable.chunks]
@@ -184,8 +188,10 @@ class BoundStage:
     ) -> StageRun:
         graph = self._program.annotated.graph
         sources = tuple(graph.node(name).inputs[0] for name in chunk.outputs)
-        module, inputs = generate(chunk.nodes, chunk.inputs, sources, modules, edges)
-        return StageRun(module, inputs, ends=not chunk.outputs)
+        stage = self._program.stage(self.world.rank)
+        runs = recomputed_runs(chunk.nodes, stage.recompute_of)
+        module, inputs = generate_recomputed(chunk.nodes, chunk.inputs, sources, modules, edges, runs)
+        return StageRun(module, inputs, not chunk.outputs, self._offload if stage.offload else None)
 
     def _ports(self, executable: ExecutableGraph, names: Sequence[str]) -> list[_Port]:
         reshards = {reshard.name: reshard for reshard in executable.reshards}

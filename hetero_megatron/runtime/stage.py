@@ -6,10 +6,11 @@ A chunk is code-generated once: interpreting it node by node costs up to half as
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hetero_megatron.annotation import Annotation
 from hetero_megatron.comm.steps import CommPlan, Copy
@@ -17,6 +18,7 @@ from hetero_megatron.graph.nodes import Node
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.exchange import Exchange
+from hetero_megatron.runtime.offload import Offload, Trip
 from hetero_megatron.runtime.slices import Shape
 from hetero_megatron.runtime.world import Groups
 
@@ -171,12 +173,22 @@ def generate(
     return fx.GraphModule(root, graph), tuple(inputs)
 
 
+class _InFlight(NamedTuple):
+    """A micro-batch between F and B. What was sent is not kept, only the place where its gradient enters."""
+
+    leaves: list[Tensor]
+    ends: tuple[GradientEdge, ...]
+    trip: Trip | None
+
+
 class StageRun:
     """One chunk's passes over micro-batches; holds what a micro-batch needs between F and B."""
 
-    def __init__(self, module: fx.GraphModule, inputs: tuple[str, ...], ends: bool) -> None:
-        self.module, self.inputs, self.ends = module, inputs, ends
-        self._saved: dict[int, tuple[list[Tensor], tuple[Tensor, ...]]] = {}
+    def __init__(
+        self, module: fx.GraphModule, inputs: tuple[str, ...], ends: bool, offload: Offload | None = None
+    ) -> None:
+        self.module, self.inputs, self.ends, self._offload = module, inputs, ends, offload
+        self._saved: dict[int, _InFlight] = {}
 
     def forward(self, number: int, batch: MicroBatch, received: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """F of micro-batch `number`: the values to send, or the loss sum on the last stage."""
@@ -189,18 +201,22 @@ class StageRun:
                 arguments.append(leaf)
             else:
                 arguments.append(INPUTS[name](batch))
-        outputs: tuple[Tensor, ...] = self.module(*arguments)
-        self._saved[number] = (leaves, outputs)
+        trip: Trip | None = None
+        if self._offload is None:
+            outputs: tuple[Tensor, ...] = self.module(*arguments)
+        else:
+            with self._offload.forward(self.module.parameters()) as trip:
+                outputs = self.module(*arguments)
+        self._saved[number] = _InFlight(leaves, tuple(map(get_gradient_edge, outputs)), trip)
         return tuple(output.detach() for output in outputs)
 
     def backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """B of micro-batch `number`: gradients of the received values. The loss is its own start."""
-        leaves, outputs = self._saved.pop(number)
-        if self.ends:
-            torch.autograd.backward(outputs)
-        else:
-            torch.autograd.backward(outputs, list(gradients))
-        return tuple(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves)
+        held = self._saved.pop(number)
+        if held.trip is not None:
+            held.trip.start_back()
+        torch.autograd.backward(held.ends, None if self.ends else list(gradients))
+        return tuple(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in held.leaves)
 
     @property
     def in_flight(self) -> int:
