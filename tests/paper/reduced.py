@@ -5,7 +5,6 @@ keeps a layer, and borders that differ between pipelines still differ.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -108,8 +107,3 @@ def _rows(whole: Strategy, strategy: Strategy, global_batch_size: int) -> int:
     """As full as in the whole recipe, and a row for every micro-batch."""
     counts = sum(pipeline.micro_batches for pipeline in strategy.pipelines)
     return max(counts, strategy.rows_per_step * global_batch_size // whole.rows_per_step)
-
-
-def stage_spans(strategy: Strategy) -> Sequence[Sequence[Layers]]:
-    """Layer ranges by pipeline, stage after stage."""
-    return [[chunk for stage in p.stages for chunk in stage.chunks] for p in strategy.pipelines]

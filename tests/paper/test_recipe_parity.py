@@ -25,12 +25,15 @@ def test_a_recipe_trains_like_one_device(name: str) -> None:
     assert_parity(found, reference(steps, config=reduced.config, settings=SETTINGS))
 
 
+@pytest.mark.timeout(300)
 def test_c2_trains_with_all_60_layers_and_33_and_31_micro_batches() -> None:
-    """C2 as the paper runs it (Table 11), in everything but width and the length of a row."""
-    strategy = ready("c2").make_strategy()
+    """C2 as Table 11 has it, in everything but width and the length of a row.
+
+    Whole tokens between blocks, which takes half the collectives; the reduced C2 above splits them.
+    """
+    strategy = replace(ready("c2").make_strategy(), sequence_parallel=False)
     config = replace(T0, num_layers=60, num_query_groups=4)
-    steps = [sequences(64, 8)] * 2
-    settings = OptimizerSettings(name="sgd", lr=1e-2, train_iters=100)
-    found = train(strategy, steps, config=config, settings=settings, timeout_s=110)
-    assert [found.results[0].valid_tokens, len(found.shards)] == [64 * 7, 31]
-    assert_parity(found, reference(steps, config=config, settings=settings))
+    steps = [sequences(64, length=8)]
+    found = train(strategy, steps, config=config, settings=SETTINGS, timeout_s=280)
+    assert (found.results[0].valid_tokens, len(found.shards)) == (64 * 7, 31)
+    assert_parity(found, reference(steps, config=config, settings=SETTINGS))
