@@ -31,7 +31,13 @@ from hetero_megatron.recipe import Recipe, load_recipe
 from hetero_megatron.report import RunProgress, RunSummary, log_line, short_strategy, strategy_table
 from hetero_megatron.runtime.agree import agree_on_kernels
 from hetero_megatron.runtime.batch import MicroBatch
-from hetero_megatron.runtime.launch import Rendezvous, end_at_once, fork_ranks, use_batch_scheduling
+from hetero_megatron.runtime.launch import (
+    Rendezvous,
+    end_at_once,
+    fork_ranks,
+    preload,
+    use_batch_scheduling,
+)
 from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.session import Session, StepResult
 from hetero_megatron.runtime.state import ParameterSlot
@@ -244,8 +250,10 @@ def pretrain(run: Run) -> int:
         StrategyError: this machine has fewer GPUs than the strategy has ranks.
     """
     torch.set_num_threads(1)
-    ranks = run.program.strategy.ranks
+    strategy = run.program.strategy
+    ranks = strategy.ranks
     _check_gpus(run.device, len(ranks))
+    preload(any(stage.recompute for pipeline in strategy.pipelines for stage in pipeline.stages))
     _announce(run)
 
     def main(rendezvous: Rendezvous) -> None:

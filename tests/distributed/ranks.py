@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.runtime.launch import Rendezvous, fork_ranks
+from hetero_megatron.runtime.launch import Rendezvous, fork_ranks, preload
 from hetero_megatron.runtime.world import World
 
 
@@ -27,6 +27,7 @@ def run_ranks(ranks: Sequence[int], work: Callable[[World], Any], timeout_s: flo
         RanksFailed: a rank failed or the time was up; no process is left behind.
     """
     torch.set_num_threads(1)
+    preload(recompute=True)
     ordered = sorted(ranks)
     with tempfile.TemporaryDirectory() as folder:
 

@@ -262,3 +262,20 @@ def test_success_under_a_launcher_goes_on() -> None:
     with end_at_once(0):
         reached = True
     assert reached
+
+
+FIRST_BACKWARD = """
+import sys, torch
+from torch.utils.checkpoint import checkpoint
+from hetero_megatron.runtime.launch import preload
+preload(recompute=True)
+before = set(sys.modules)
+x = torch.ones(2, requires_grad=True)
+torch.autograd.backward([checkpoint(torch.sin, x, use_reentrant=False)], [torch.ones(2)])
+print(sorted(name for name in set(sys.modules) - before if name.startswith(("torch", "sympy"))))
+"""
+
+
+def test_a_rank_imports_nothing_in_its_first_backward_pass_that_was_not_imported_before_the_fork() -> None:
+    shown = subprocess.run([sys.executable, "-c", FIRST_BACKWARD], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"
