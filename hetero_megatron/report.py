@@ -8,18 +8,20 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hetero_megatron.cluster import ranges_text
 from hetero_megatron.runtime.clock import KINDS
 from hetero_megatron.runtime.session import StepResult
 from hetero_megatron.strategy import Stage, Strategy
 
-STAGES_ABREAST = 5
+COLUMNS = 80
+_NARROWEST_CELL = len("stage 0")
 
 
 def rank_text(ranks: tuple[int, ...]) -> str:
-    """`R0-3` for (0, 1, 2, 3), `R4` for (4,), otherwise the list."""
-    if len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"R{ranks[0]}-{ranks[-1]}"
-    return "R" + ",".join(map(str, ranks))
+    """`R0-3` for (0, 1, 2, 3), `R4` for (4,), `R15,40-47` with gaps; `R2,0` where they do not ascend."""
+    if list(ranks) != sorted(ranks):
+        return "R" + ",".join(map(str, ranks))
+    return "R" + ranges_text(ranks).replace(" ", "")
 
 
 def layer_text(stage: Stage, first: bool, last: bool) -> str:
@@ -40,16 +42,27 @@ def parallel_text(stage: Stage) -> str:
 def strategy_table(strategy: Strategy) -> Group:
     """The strategy as the paper's Table 9 prints one: a row per pipeline, a cell per tensor-parallel group.
 
-    Deep pipelines are continued in further tables, which 80 columns have room for.
+    Deep pipelines are continued in further tables, which 80 columns have room for. Idle ranks are named below.
     """
     depth = max(len(p.stages) for p in strategy.pipelines)
+    cells = (
+        text
+        for p in strategy.pipelines
+        for n, stage in enumerate(p.stages)
+        for text in _cell(stage, n == 0, n == len(p.stages) - 1).splitlines()
+    )
+    # A column takes three characters more than its widest cell, and the first column takes 17.
+    abreast = max(1, (COLUMNS - 17) // (max(_NARROWEST_CELL, *map(len, cells)) + 3))
     tables = [
-        _stages_table(strategy, range(first, min(first + STAGES_ABREAST, depth)))
-        for first in range(0, depth, STAGES_ABREAST)
+        _stages_table(strategy, range(first, min(first + abreast, depth)))
+        for first in range(0, depth, abreast)
     ]
-    if strategy.idle_ranks:
-        tables[-1].caption = f"idle: {rank_text(strategy.idle_ranks)}"
-    return Group(*tables)
+    idle = [f"idle: {rank_text(strategy.idle_ranks)}"] if strategy.idle_ranks else []
+    return Group(*tables, *idle)
+
+
+def _cell(stage: Stage, first: bool, last: bool) -> str:
+    return f"{rank_text(stage.ranks)}\n{layer_text(stage, first, last)}\n{parallel_text(stage)}"
 
 
 def _stages_table(strategy: Strategy, shown: range) -> Table:
@@ -60,11 +73,7 @@ def _stages_table(strategy: Strategy, shown: range) -> Table:
         table.add_column(f"stage {number}", justify="center")
     for pipeline in strategy.pipelines:
         stages = pipeline.stages
-        cells = [
-            f"{rank_text(stage.ranks)}\n{layer_text(stage, n == 0, n == len(stages) - 1)}\n{parallel_text(stage)}"
-            for n, stage in enumerate(stages)
-            if n in shown
-        ]
+        cells = [_cell(stage, n == 0, n == len(stages) - 1) for n, stage in enumerate(stages) if n in shown]
         depths = f"({len(stages)} stage{'s' if len(stages) > 1 else ''})"
         head = f"{pipeline.micro_batches} x bs{pipeline.micro_batch_size}\n{depths}"
         table.add_row(head, *cells, *[""] * (len(shown) - len(cells)))

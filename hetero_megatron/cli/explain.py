@@ -13,6 +13,7 @@ from hetero_megatron.cli.memory import memory_json, print_memory
 from hetero_megatron.cluster import ranges_text
 from hetero_megatron.comm.steps import CommPlan
 from hetero_megatron.errors import RecipeError, StrategyError
+from hetero_megatron.graph.annotated import STATE
 from hetero_megatron.graph.tied import shared_parameters
 from hetero_megatron.memory import RankMemory, estimate
 from hetero_megatron.models.llama import Llama
@@ -25,7 +26,7 @@ from hetero_megatron.report import layer_text, rank_text, strategy_table
 from hetero_megatron.strategy import Stage
 from hetero_megatron.train import DTYPES, build_program
 
-ACTIVATION, GRADIENT = "activation", "gradient"
+ACTIVATION, GRADIENT, PARAMETER = "activation", "gradient", "parameter"
 _FP32_BYTES = 4
 
 
@@ -33,7 +34,8 @@ _FP32_BYTES = 4
 class ReshardLine:
     """One Reshard: operators per subgroup, and bytes that all ranks together send.
 
-    An activation's bytes are those of one micro-batch of every pipeline; a gradient's those of one step, in FP32.
+    An activation's bytes are those of one micro-batch of every pipeline; a gradient's those of one step, in FP32;
+    a parameter's those of one step, in which it comes from its optimizer states (ZeRO-1).
     """
 
     name: str
@@ -121,6 +123,10 @@ def _lines(program: Program, recipe: Recipe) -> Iterator[ReshardLine]:
     for name, plan in program.posts.items():
         sent = sum(plan.bytes_sent(graph.parameter_shape(name), _FP32_BYTES).values())
         yield ReshardLine(name, GRADIENT, plan.operators, sent, (), 0, plan.ranks)
+    for name, plan in program.pres.items():
+        if program.strategy.zero:
+            sent = sum(plan.bytes_sent(graph.parameter_shape(name), width).values())
+            yield ReshardLine(name + STATE, PARAMETER, plan.operators, sent, (), 0, plan.ranks)
 
 
 def _tokens(program: Program, seq_length: int) -> list[int]:
@@ -218,8 +224,8 @@ def _print(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> 
     )
     _say(
         console,
-        f"bubble if all devices were equally fast: {100 * timing.bubble_share:.1f}% "
-        "(forward 1 and backward 2 per layer, divided by TP; no communication)",
+        f"bubble: {100 * timing.bubble_share:.1f}% (forward 1 and backward 2 per layer, over the peak FLOP/s of a "
+        "stage's ranks; no communication)",
     )
     if rank is not None:
         _print_rank(console, program, rank)
@@ -239,6 +245,9 @@ def _print(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> 
     _print_lines(
         console, f"gradients, per step (FP32); {unit}", [line for line in lines if line.kind == GRADIENT]
     )
+    if program.strategy.zero:
+        gathered = [line for line in lines if line.kind == PARAMETER]
+        _print_lines(console, f"parameters from optimizer states, per step; {unit}", gathered)
 
 
 def _print_lines(console: Console, title: str, lines: Sequence[ReshardLine]) -> None:
@@ -276,7 +285,8 @@ def _groups(program: Program, rank: int | None) -> list[str]:
 def _units(program: Program, pipeline: int, stage: int, kind: str) -> float:
     part = program.strategy.pipelines[pipeline].stages[stage]
     rows = program.strategy.pipelines[pipeline].micro_batch_size
-    return (1 if kind == "F" else 2) * rows * max(1, len(part.layer_numbers)) / part.tensor_parallel_size
+    speed = sum(program.cluster.kind(rank).flops for rank in part.ranks)
+    return (1 if kind == "F" else 2) * rows * max(1, len(part.layer_numbers)) / speed
 
 
 def _share(program: Program, pipeline: int, stage: int, chunk: int) -> float:

@@ -242,3 +242,4 @@ INTERVALS: Mapping[str, Degrees] = {
     "hotspa_table14_0_4k": Degrees("llama_32b", "32 H20", "DP4TP4PP2, bs1", 48, 4096),
     "table16_b": Degrees("llama_32b", "32 H20", "DP4TP4PP2, bs1", 48, 4096),
 }
+ALL_DEGREES: Mapping[str, Degrees] = {**MEGATRON, **DEEPSPEED, **INTERVALS}

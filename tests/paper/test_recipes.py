@@ -7,9 +7,8 @@ import pytest
 
 from hetero_megatron.strategy import Strategy
 from tests.paper.files import FOLDER, NAMES, ready, written
-from tests.paper.tables import COUNTS_NOT_PRINTED, DEEPSPEED, IDLE, INTERVALS, MEGATRON, PRINTED, Degrees
+from tests.paper.tables import ALL_DEGREES, COUNTS_NOT_PRINTED, DEEPSPEED, IDLE, PRINTED, Degrees
 
-ALL_DEGREES = {**MEGATRON, **DEEPSPEED, **INTERVALS}
 TOKENS_PER_STEP = 200_000
 # Micro-batches and tokens of a row; the counts are ours, because the paper prints none.
 MIXED_LENGTH = {
