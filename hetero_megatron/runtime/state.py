@@ -152,8 +152,10 @@ class State:
         self.buckets = tuple(buckets)
         self.slots = tuple(slot for bucket in buckets for slot in bucket.states)
         self.parameter_slots = tuple(slot for bucket in buckets for slot in bucket.parameters)
+        # By annotation, not by bounds: a rank whose piece is the whole tensor must still gather with the others.
         self.is_apart = offload or any(
-            own.bounds != other.bounds for own, other in zip(self.slots, self.parameter_slots, strict=True)
+            own.annotation != other.annotation
+            for own, other in zip(self.slots, self.parameter_slots, strict=True)
         )
         self.device = torch.device("cpu") if offload else device
         # Pinned memory is what a GPU copies from and to while it computes.

@@ -82,14 +82,14 @@ NORMS = [
 
 
 @pytest.mark.parametrize("plan", [tp2(2, 2), het4((1, 2), (1, 2))], ids=["TP2", "HET4"])
-def test_norm_weights_of_ranks_with_different_tokens_stay_equal(plan: Strategy) -> None:
+def test_norm_weights_of_ranks_with_different_tokens_stay_equal(plan: Strategy, zero_stage: int) -> None:
     found = train(plan, STEPS, masks=UNEVEN, settings=SGD)
     assert_parity(found, reference(STEPS, masks=UNEVEN, settings=SGD))
     for name in NORMS:
         first, *others = [shards[name] for shards in found.shards.values() if name in shards]
         assert others, f"{name} has copies"
-        for kind, copy in first.items():
-            assert all(torch.equal(copy, other[kind]) for other in others), f"{kind} of {name} drifted"
+        for kind in ("parameter",) if zero_stage else first:  # under ZeRO-1 the rest is cut
+            assert all(torch.equal(first[kind], other[kind]) for other in others), f"{kind} of {name} drifted"
 
 
 def test_gathered_weights_taken_up_again_give_the_same_loss() -> None:
