@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 from hetero_megatron.errors import RecipeError
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.recipe_text import degrees, layer_ranges, number_list
+from hetero_megatron.runtime.state import BUCKET_ELEMENTS
 from hetero_megatron.strategy import Recompute
 
 Numbers: TypeAlias = int | str | list[int | str]
@@ -176,7 +177,10 @@ class DataSection(Section):
 
 
 class TrainingSection(Section):
-    """How long, how much, how fast; names and defaults are Megatron's."""
+    """How long, how much, how fast; names and defaults are Megatron's.
+
+    `bucket_size`: gradients and parameters travel in buckets of about this many elements of the full tensors.
+    """
 
     train_iters: Count
     global_batch_size: Count
@@ -195,6 +199,7 @@ class TrainingSection(Section):
     nonfinite: Literal["skip", "stop"] = "stop"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     log_interval: Count = 10
+    bucket_size: Count = BUCKET_ELEMENTS
 
     @field_validator("clip_grad")
     @classmethod

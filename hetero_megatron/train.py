@@ -134,7 +134,8 @@ def start_session(run: Run, world: World) -> Session:
         )
 
     dtype = DTYPES[run.recipe.training.precision]
-    return Session(run.program, world, dict(run.model.named_modules()), initial, run.settings, dtype)
+    modules, bucket_size = dict(run.model.named_modules()), run.recipe.training.bucket_size
+    return Session(run.program, world, modules, initial, run.settings, dtype, bucket_size)
 
 
 def train_rank(run: Run, world: World) -> None:

@@ -1,7 +1,7 @@
 """One rank's part of a Program made executable: shards, bound layers, generated code, stage boundaries (paper §6.2)."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -20,7 +20,7 @@ from hetero_megatron.runtime.boundary import Boundary
 from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.slices import Shape
 from hetero_megatron.runtime.stage import EdgeReduce, Reshards, StageRun, generate
-from hetero_megatron.runtime.state import Placement, State, lay_out
+from hetero_megatron.runtime.state import BUCKET_ELEMENTS, Placement, State, lay_out
 from hetero_megatron.runtime.world import Groups, World
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -49,21 +49,47 @@ class BoundStage:
         modules: Mapping[str, nn.Module],
         dtype: torch.dtype,
         clock: Clock,
+        bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
         self.world, self.clock, self.dtype = world, clock, dtype
         self._program, self._groups = program, groups
         executable = program.executable(world.rank)
         self.constraints = executable.constraints
-        self.state = self._cut_parameters(executable, modules)
+        self.state = self._cut_parameters(executable, modules, bucket_elements)
         edges = self._bind_layers(executable, modules)
         self._runs = [self._run(chunk, modules, edges) for chunk in executable.chunks]
         self._inputs = [self._ports(executable, chunk.inputs) for chunk in executable.chunks]
         self._outputs = [self._ports(executable, chunk.outputs) for chunk in executable.chunks]
+        self._parameters = [
+            tuple(
+                dict.fromkeys(
+                    name for node in chunk.nodes for name in node.inputs if name in self.state.parameters
+                )
+            )
+            for chunk in executable.chunks
+        ]
+        # The first module of a forward pass that uses each parameter, in forward order.
+        self.first_users: dict[str, nn.Module] = {}
+        for node in (node for chunk in executable.chunks for node in chunk.nodes if node.module):
+            for name in node.inputs:
+                if name in self.state.parameters:
+                    self.first_users.setdefault(name, modules[node.module])
         number, _ = program.pipeline_of(world.rank)
         self._most_sending = 2 * len(program.pipelines[number])
         self._sending: deque[list[dist.Work]] = deque()
 
-    def _cut_parameters(self, executable: ExecutableGraph, modules: Mapping[str, nn.Module]) -> State:
+    @property
+    def uses(self) -> Mapping[str, int]:
+        """In how many chunks each parameter is used."""
+        return Counter(name for names in self._parameters for name in names)
+
+    def parameters_of(self, chunk: int) -> tuple[str, ...]:
+        """The parameters that a chunk uses."""
+        return self._parameters[chunk]
+
+    def _cut_parameters(
+        self, executable: ExecutableGraph, modules: Mapping[str, nn.Module], bucket_elements: int
+    ) -> State:
         program = self._program
         graph, states = program.annotated.graph, program.annotated.states
         local = [
@@ -77,9 +103,8 @@ class BoundStage:
             )
             for post in executable.post
         ]
-        state = State(
-            lay_out(self.world.rank, local), self.dtype, self.world.device, program.strategy.offload_optimizer
-        )
+        buckets = lay_out(self.world.rank, local, bucket_elements)
+        state = State(buckets, self.dtype, self.world.device, program.strategy.offload_optimizer)
         state.attach(modules)
         return state
 

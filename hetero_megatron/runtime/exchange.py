@@ -17,7 +17,12 @@ from hetero_megatron.comm.steps import Collective, CommPlan, Copy, Stage, Transf
 from hetero_megatron.runtime.slices import Shape, Slices, Tensors, count, covers, located, pack, unpack
 from hetero_megatron.runtime.world import Groups
 
-Operation = Callable[[Tensors, Tensors, Tensor | None], None]
+Finish = Callable[[], None]
+Operation = Callable[[Tensors, Tensors, Tensor | None, bool], Finish | None]
+"""From inputs to outputs, given their one flat buffer if there is one; whether to return before it is done.
+
+An operation that returns a function is done when that function has run.
+"""
 
 
 # torch 2.13 gave these two a new name and warns about the old one.
@@ -42,16 +47,42 @@ class Exchange:
         Sums are made in place in the inputs where the layout allows it. `flat` is the one buffer whose
         consecutive views the tensors are, if there is one.
         """
-        current = list(tensors)
-        for stage in self._stages:
-            if stage.in_place:
-                result = current
-            else:
-                like = current[0] if current else None
-                result = [_empty(shape, like) for shape in stage.output_shapes]
-                flat = None
+        return self._run(list(tensors), flat, self._stages)
+
+    def start(self, tensors: Tensors, flat: Tensor | None = None) -> Callable[[], list[Tensor]]:
+        """Like `run`, but returns before the first stage is done if that is made of collectives.
+
+        The function that is returned waits for it, runs the other stages and gives the result. Ranks must start
+        their exchanges in one order and finish them in one order. Transfers are not started early: on a transport
+        without tags they could meet the messages of a pipeline.
+        """
+        current, stages = list(tensors), self._stages
+        if not stages or not stages[0].is_collective:
+            return lambda: self._run(current, flat, stages)
+        first, *rest = stages
+        result = first.outputs(current)
+        waiting = [op(current, result, flat if first.in_place else None, True) for op in first.operations]
+
+        def finish() -> list[Tensor]:
+            for end in waiting:
+                if end is not None:
+                    end()
+            return self._run(result, flat if first.in_place else None, rest)
+
+        return finish
+
+    @property
+    def is_one_collective(self) -> bool:
+        """Whether a started exchange ends without this rank doing anything more with others."""
+        return len(self._stages) == 1 and self._stages[0].is_collective
+
+    @staticmethod
+    def _run(current: list[Tensor], flat: Tensor | None, stages: Sequence["_CompiledStage"]) -> list[Tensor]:
+        for stage in stages:
+            result = stage.outputs(current)
+            flat = flat if stage.in_place else None
             for operation in stage.operations:
-                operation(current, result, flat)
+                operation(current, result, flat, False)
             current = result
         return current
 
@@ -61,6 +92,14 @@ class _CompiledStage:
     operations: tuple[Operation, ...]
     output_shapes: tuple[Shape, ...]
     in_place: bool
+    is_collective: bool
+
+    def outputs(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Where the stage's results go."""
+        if self.in_place:
+            return inputs
+        like = inputs[0] if inputs else None
+        return [_empty(shape, like) for shape in self.output_shapes]
 
 
 def _empty(shape: Shape, like: Tensor | None) -> Tensor:
@@ -77,6 +116,8 @@ def _compile(
     sums_only = all(isinstance(step, Collective) and step.kind == "all_reduce" for step in stage.steps)
     in_place = stage.in_place or (sums_only and inside == outside)
     operations: list[Operation] = []
+    # Of the whole stage, not of this rank's part: ranks must agree on what they start early.
+    is_collective = not any(isinstance(step, Transfer) for step in stage.steps)
     moves: list[Copy | Transfer] = []
     for step in stage.steps:
         if isinstance(step, Collective):
@@ -86,7 +127,9 @@ def _compile(
             moves.append(step)
     if moves:
         operations.append(_moves(moves, rank, groups, shapes, inside, outside))
-    return _CompiledStage(tuple(operations), tuple(_size(bounds) for bounds in outside), in_place)
+    return _CompiledStage(
+        tuple(operations), tuple(_size(bounds) for bounds in outside), in_place, is_collective
+    )
 
 
 def _ends(step: Copy | Transfer) -> tuple[int, ...]:
@@ -131,19 +174,33 @@ def _collective(
     return _all_gather(group, reads, writes_by, me, _is_rows(writes_by, outside, reads, inside))
 
 
+def _after(work: dist.Work | None, then: Finish | None = None) -> Finish | None:
+    """What is left to do: `then` now, or both later when there is something to wait for."""
+    if work is None:
+        if then is not None:
+            then()
+        return None
+
+    def finish() -> None:
+        work.wait()
+        if then is not None:
+            then()
+
+    return finish
+
+
 def _all_reduce(
     group: dist.ProcessGroup, reads: list[Slices], writes: list[Slices], whole: bool
 ) -> Operation:
-    def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
+    def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None, later: bool) -> Finish | None:
         if whole and flat is not None:
-            dist.all_reduce(flat, group=group)
-        elif whole and len(inputs) == 1 and inputs[0] is outputs[0] and inputs[0].is_contiguous():
-            dist.all_reduce(inputs[0], group=group)
-        else:
-            buffer = pack(inputs, reads)
-            buffer = buffer.clone() if len(inputs) == 1 else buffer
-            dist.all_reduce(buffer, group=group)
-            unpack(buffer, outputs, writes)
+            return _after(dist.all_reduce(flat, group=group, async_op=later))
+        if whole and len(inputs) == 1 and inputs[0] is outputs[0] and inputs[0].is_contiguous():
+            return _after(dist.all_reduce(inputs[0], group=group, async_op=later))
+        buffer = pack(inputs, reads)
+        buffer = buffer.clone() if len(inputs) == 1 else buffer
+        work = dist.all_reduce(buffer, group=group, async_op=later)
+        return _after(work, lambda: unpack(buffer, outputs, writes))
 
     return run
 
@@ -154,21 +211,20 @@ def _reduce_scatter(
     counts = [count(reads) for reads in reads_by]
     longest = max(counts)
 
-    def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
+    def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None, later: bool) -> Finish | None:
         del flat
         buffer = inputs[0].new_zeros(longest * len(counts))
         for place, reads in enumerate(reads_by):
             buffer[place * longest : place * longest + counts[place]] = pack(inputs, reads)
         mine = buffer.new_empty(longest)
-        _reduce_scatter_into(mine, buffer, group=group)
-        unpack(mine, outputs, writes)
+        work = _reduce_scatter_into(mine, buffer, group=group, async_op=later)
+        return _after(work, lambda: unpack(mine, outputs, writes))
 
-    def run_rows(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
+    def run_rows(inputs: Tensors, outputs: Tensors, flat: Tensor | None, later: bool) -> Finish | None:
         """Equal pieces of one contiguous tensor along dim 0: nothing to pack."""
         if inputs[0].is_contiguous() and outputs[0].is_contiguous():
-            _reduce_scatter_into(outputs[0], inputs[0], group=group)
-        else:
-            run(inputs, outputs, flat)
+            return _after(_reduce_scatter_into(outputs[0], inputs[0], group=group, async_op=later))
+        return run(inputs, outputs, flat, later)
 
     return run_rows if rows else run
 
@@ -179,21 +235,24 @@ def _all_gather(
     counts = [count(writes) for writes in writes_by]
     longest = max(counts)
 
-    def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
+    def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None, later: bool) -> Finish | None:
         del flat
         mine = inputs[0].new_zeros(longest)
         mine[: counts[me]] = pack(inputs, reads)
         buffer = mine.new_empty(longest * len(counts))
-        _all_gather_into(buffer, mine, group=group)
-        for place, writes in enumerate(writes_by):
-            unpack(buffer[place * longest : place * longest + counts[place]], outputs, writes)
+        work = _all_gather_into(buffer, mine, group=group, async_op=later)
 
-    def run_rows(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
+        def spread() -> None:
+            for place, writes in enumerate(writes_by):
+                unpack(buffer[place * longest : place * longest + counts[place]], outputs, writes)
+
+        return _after(work, spread)
+
+    def run_rows(inputs: Tensors, outputs: Tensors, flat: Tensor | None, later: bool) -> Finish | None:
         """Equal pieces of one contiguous tensor along dim 0: nothing to unpack."""
         if outputs[0].is_contiguous():
-            _all_gather_into(outputs[0], inputs[0].contiguous(), group=group)
-        else:
-            run(inputs, outputs, flat)
+            return _after(_all_gather_into(outputs[0], inputs[0].contiguous(), group=group, async_op=later))
+        return run(inputs, outputs, flat, later)
 
     return run_rows if rows else run
 
@@ -244,8 +303,8 @@ def _moves(
                 located(step.region, shapes, outside)
             )
 
-    def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None) -> None:
-        del flat
+    def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None, later: bool) -> None:
+        del flat, later
         posted: list[dist.P2POp] = []
         landed: list[tuple[Tensor, list[Slices]]] = []
         for peer, slices in sends.items():

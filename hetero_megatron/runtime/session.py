@@ -7,6 +7,7 @@ Reshards and then runs the schedule's actions, one step after the other.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ from hetero_megatron.runtime.optimizer import (
     squared_norm,
     update,
 )
-from hetero_megatron.runtime.state import ParameterSlot, State, view
+from hetero_megatron.runtime.state import BUCKET_ELEMENTS, ParameterSlot, State, view
 from hetero_megatron.runtime.sync import GradientSync, ParameterGather
 from hetero_megatron.runtime.world import Groups, World
 
@@ -65,20 +66,22 @@ class Session:
         initial: Callable[[ParameterSlot], Tensor],
         settings: OptimizerSettings,
         dtype: torch.dtype = torch.float32,
+        bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
         """Collective over all ranks: create groups, cut parameters, bind Reshards.
 
         `modules` are the model's leaves by node name; `initial` gives the initial value of a local shard.
+        Gradients and parameters travel in buckets of about `bucket_elements` elements of the full tensors.
         """
         self.program, self.world, self.settings, self.dtype = program, world, settings, dtype
         self.groups = Groups(world, program.groups, program.control_groups)
         self.clock = Clock()
-        self.stage = BoundStage(program, world, self.groups, modules, dtype, self.clock)
+        self.stage = BoundStage(program, world, self.groups, modules, dtype, self.clock, bucket_elements)
         self.state: State = self.stage.state
-        self.sync = GradientSync(self.state, world, self.groups)
-        self.gather = ParameterGather(self.state, world, self.groups)
+        self.sync = GradientSync(self.state, world, self.groups, self.stage.uses)
+        self.gather = ParameterGather(self.state, world, self.groups, self.stage.first_users)
         self.state.initialise(initial)
-        self.gather.run()
+        self.gather.start()
         self.iteration = 0
         self.skipped_iterations = 0
         self.gradient_hook: GradientHook | None = None
@@ -99,17 +102,25 @@ class Session:
         self.stage.check_sizes(batches)
         agree_on_micro_batches(self.program, self.world, self.groups, batches)
         self.state.zero_gradient()
+        self.sync.begin()
         loss_sum = self._run_schedule(batches)
         at = time.perf_counter()
-        self.sync.run()
+        self.sync.finish()
         self.clock.add("communication", at)
         return self._finish(loss_sum, self._valid_tokens(batches), began, skip_nonfinite)
 
     def _run_schedule(self, batches: Sequence[MicroBatch]) -> Tensor:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for item in self.program.actions(self.world.rank, len(batches)):
+        actions = self.program.actions(self.world.rank, len(batches))
+        # The last backward pass of each chunk, after which its gradients are complete.
+        last = {item.chunk: item for item in actions if isinstance(item, Action) and item.kind == "B"}
+        for item in actions:
             if isinstance(item, Action):
-                if (loss := self.stage.compute(item, batches)) is not None:
+                is_last = last.get(item.chunk) is item
+                names = self.stage.parameters_of(item.chunk) if is_last else ()
+                with self.sync.last_backward(names) if names else nullcontext():
+                    loss = self.stage.compute(item, batches)
+                if loss is not None:
                     loss_sum += loss
             else:
                 self.stage.communicate(item, batches)
@@ -152,7 +163,7 @@ class Session:
             update(self.state, self.settings, lr, divisor / clip_factor(norm, self.settings.clip_grad))
             self.clock.add("compute", at)
             at = time.perf_counter()
-            self.gather.run()
+            self.gather.start()
             self.clock.add("communication", at)
         seconds = {kind: s / len(self.world.ranks) for kind, s in zip(KINDS, shares, strict=True)}
         seconds["step"] = time.perf_counter() - began
@@ -187,6 +198,7 @@ class Session:
     def shards(self) -> dict[str, dict[str, Tensor]]:
         """Local shards by parameter name: `parameter` in its layout; FP32 `master`, `gradient`, `exp_avg`, `exp_avg_sq`
         in the layout of its states."""
+        self.gather.finish()
         state = self.state
         found = {
             slot.name: {"parameter": view(state.compute, slot).clone()} for slot in state.parameter_slots

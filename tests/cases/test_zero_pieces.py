@@ -81,10 +81,12 @@ def test_a_vector_of_any_size_is_updated_piece_by_piece(elements: int, ranks: in
         state = State(lay_out(world.rank, [placement]), torch.float32, world.device)
         state.initialise(lambda slot: torch.arange(elements, dtype=torch.float32)[slice(*slot.bounds[0])])
         state.accumulated.fill_(1.0)
-        GradientSync(state, world, members).run()
+        sync = GradientSync(state, world, members, {})
+        sync.begin()
+        sync.finish()
         for slot in state.slots:
             view(state.master, slot).add_(view(state.gradient, slot))
-        ParameterGather(state, world, members).run()
+        ParameterGather(state, world, members, {}).start()
         return state.master.numel(), state.compute.clone()
 
     found = run_ranks(range(ranks), work)

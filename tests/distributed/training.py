@@ -22,7 +22,7 @@ from hetero_megatron.program import Program
 from hetero_megatron.runtime.batch import IGNORE, MicroBatch
 from hetero_megatron.runtime.optimizer import OptimizerSettings, learning_rate
 from hetero_megatron.runtime.session import Session, StepResult
-from hetero_megatron.runtime.state import ParameterSlot, view
+from hetero_megatron.runtime.state import BUCKET_ELEMENTS, ParameterSlot, view
 from hetero_megatron.runtime.world import World
 from hetero_megatron.strategy import Pipeline, Stage, Strategy
 from tests.distributed.ranks import run_ranks
@@ -113,7 +113,13 @@ def build(model: Llama, plan: Strategy) -> Program:
 
 
 def start(
-    model: Llama, program: Program, world: World, settings: OptimizerSettings, dtype: torch.dtype, seed: int
+    model: Llama,
+    program: Program,
+    world: World,
+    settings: OptimizerSettings,
+    dtype: torch.dtype,
+    seed: int,
+    bucket_elements: int = BUCKET_ELEMENTS,
 ) -> Session:
     """A Session whose initial values are those of `build_single_device(config, seed)`."""
     specs = initial_values(model)
@@ -121,7 +127,7 @@ def start(
     def initial(slot: ParameterSlot) -> Tensor:
         return initial_value(slot.name, specs[slot.name], slot.bounds, slot.full_shape, seed)
 
-    return Session(program, world, dict(model.named_modules()), initial, settings, dtype)
+    return Session(program, world, dict(model.named_modules()), initial, settings, dtype, bucket_elements)
 
 
 def alter_gradients(session: Session, change: Callable[[ParameterSlot, Tensor, float], None]) -> None:
@@ -141,7 +147,7 @@ def zero_head(session: Session) -> None:
     for slot in session.state.slots:
         if slot.name == "head.weight":
             view(session.state.master, slot).zero_()
-    session.gather.run()
+    session.gather.start()
 
 
 def snapshot(session: Session) -> list[Tensor]:
@@ -163,13 +169,14 @@ def train(
     batches_of: Callable[[Session, int, list[MicroBatch]], list[MicroBatch]] | None = None,
     collect: Callable[[Session], Any] | None = None,
     timeout_s: float = 60.0,
+    bucket_elements: int = BUCKET_ELEMENTS,
 ) -> Outcome:
     """Train on real processes; rows of each step are dealt over the pipelines in order."""
     model = Llama(config)
     program = build(model, plan)
 
     def work(world: World) -> Any:
-        session = start(model, program, world, settings, dtype, seed)
+        session = start(model, program, world, settings, dtype, seed, bucket_elements)
         gradients: dict[str, Tensor] = {}
         session.gradient_hook = lambda slot, gradient, divisor: gradients.update(
             {slot.name: gradient / max(divisor, 1.0)}

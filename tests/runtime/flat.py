@@ -31,4 +31,4 @@ def state_of(shapes: dict[str, tuple[int, ...]] | None = None, dtype: torch.dtyp
 def refresh(state: State) -> None:
     """Make the parameters from the master weights, as a Session of one rank does."""
     alone = cast(World, SimpleNamespace(rank=0, device=torch.device("cpu")))
-    ParameterGather(state, alone, cast(Groups, None)).run()
+    ParameterGather(state, alone, cast(Groups, None), {}).start()
