@@ -88,7 +88,18 @@ def summary(case: Case, layout: Layout, measured: Measured) -> dict[str, float]:
 def speed_table(case: Case, found: dict[Layout, Measured]) -> Table:
     table = Table(title="ours against PyTorch's own stack", title_justify="left")
     table.add_column("layout")
-    for column in ("speed", "from", "to", "tokens/s", "theirs", "of limit", "theirs", "CPU s", "theirs", "limit"):
+    for column in (
+        "speed",
+        "from",
+        "to",
+        "tokens/s",
+        "theirs",
+        "of limit",
+        "theirs",
+        "CPU s",
+        "theirs",
+        "limit",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     for layout, measured in found.items():
         s, each = summary(case, layout, measured), ratios(measured)

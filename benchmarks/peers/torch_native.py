@@ -47,7 +47,8 @@ class Block(nn.Module):
         rows, length, _ = x_BSD.shape
         h_BSD = self.attention_norm(x_BSD)
         q_BHSK, k_BHSK, v_BHSK = (
-            w(h_BSD).view(rows, length, -1, self.head_size).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+            w(h_BSD).view(rows, length, -1, self.head_size).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
         )
         q_BHSK, k_BHSK = _turn(q_BHSK, cos_SK, sin_SK), _turn(k_BHSK, cos_SK, sin_SK)
         a_BHSK = F.scaled_dot_product_attention(
@@ -129,7 +130,9 @@ class TorchNative:
             _tensor_parallel(model, mesh["tp"])
             self._parallel_loss = loss_parallel
         if layout.dp > 1:
-            model = DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
+            model = DistributedDataParallel(
+                model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True
+            )
         self._model, self._starts, self._ends = model, stage == 0, stage == layout.pp - 1
         # Fused Adam refuses DTensors and Tensors in one group.
         split = [[p for p in model.parameters() if isinstance(p, DTensor) is kind] for kind in (True, False)]
@@ -151,7 +154,11 @@ class TorchNative:
         """One update; the mean loss of this copy's rows, 0 except on the last stage."""
         ids_BS, targets_BS = batches
         with self._parallel_loss():
-            losses = self._one_stage(ids_BS, targets_BS) if self._schedule is None else self._staged(ids_BS, targets_BS)
+            losses = (
+                self._one_stage(ids_BS, targets_BS)
+                if self._schedule is None
+                else self._staged(ids_BS, targets_BS)
+            )
         self._optimizer.step()
         self._optimizer.zero_grad()
         if not losses:

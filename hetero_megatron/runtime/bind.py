@@ -18,12 +18,12 @@ from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.binding import Bindable, Binding, Exchanging
 from hetero_megatron.runtime.boundary import Boundary
 from hetero_megatron.runtime.clock import Clock
+from hetero_megatron.runtime.deferred import Deferred
+from hetero_megatron.runtime.exchange import all_reduce
 from hetero_megatron.runtime.slices import Shape
 from hetero_megatron.runtime.stage import EdgeReduce, Reshards, StageRun, generate
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS, Placement, State, lay_out
 from hetero_megatron.runtime.world import Groups, World
-
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 @dataclass
@@ -53,6 +53,7 @@ class BoundStage:
     ) -> None:
         self.world, self.clock, self.dtype = world, clock, dtype
         self._program, self._groups = program, groups
+        self._deferred = Deferred()
         executable = program.executable(world.rank)
         self.constraints = executable.constraints
         self.state = self._cut_parameters(executable, modules, bucket_elements)
@@ -113,7 +114,7 @@ class BoundStage:
     ) -> dict[tuple[str, int], nn.Module]:
         """Put communication into the Reshards and places into the layers; returns what stands on reduced edges."""
         plans = {reshard.name: reshard for reshard in executable.reshards}
-        reshards = Reshards(self.world.rank, self._groups, self.clock)
+        reshards = Reshards(self.world.rank, self._groups, self.clock, self._deferred)
         for node in (node for chunk in executable.chunks for node in chunk.nodes if node.module):
             module = modules[node.module]
             if node.kind is Kind.RESHARD:
@@ -144,7 +145,7 @@ class BoundStage:
             ranks = next((group for group in split_groups(annotation, 1) if self.world.rank in group), ())
             if ranks:
                 reductions[factor] = _reducer(self._groups[ranks], self.clock)
-        return Binding(node.name, bounds, shapes, reductions)
+        return Binding(node.name, bounds, shapes, reductions, self._deferred.add)
 
     def _run(
         self, chunk: Chunk, modules: Mapping[str, nn.Module], edges: Mapping[tuple[str, int], nn.Module]
@@ -152,7 +153,7 @@ class BoundStage:
         graph = self._program.annotated.graph
         sources = tuple(graph.node(name).inputs[0] for name in chunk.outputs)
         module, inputs = generate(chunk.nodes, chunk.inputs, sources, modules, edges)
-        return StageRun(module, inputs, ends=not chunk.outputs)
+        return StageRun(module, inputs, not chunk.outputs, self._deferred)
 
     def _ports(self, executable: ExecutableGraph, names: Sequence[str]) -> list[_Port]:
         reshards = {reshard.name: reshard for reshard in executable.reshards}
@@ -253,7 +254,7 @@ def _wait(handles: Sequence[dist.Work]) -> None:
 def _reducer(group: dist.ProcessGroup, clock: Clock) -> Callable[[Tensor, str], Tensor]:
     def reduce(tensor: Tensor, op: str) -> Tensor:
         at = time.perf_counter()
-        dist.all_reduce(tensor, _OPERATIONS[op], group=group)
+        all_reduce(tensor, group, op)
         clock.add("communication", at)
         return tensor
 

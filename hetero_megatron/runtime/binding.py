@@ -18,12 +18,14 @@ class Binding:
         bounds: global integer [lo, hi) per dim of each parameter's local shard.
         full_shapes: global shape of each parameter.
         reductions: per split factor, the in-place all-reduce over the ranks that hold its other parts.
+        later: takes work that need not be done before the end of the backward pass; None: do it at once.
     """
 
     name: str
     bounds: Mapping[str, Bounds]
     full_shapes: Mapping[str, tuple[int, ...]]
     reductions: Mapping[str, Callable[[Tensor, str], Tensor]] = field(default_factory=dict)
+    later: Callable[[Callable[[], object]], None] | None = None
 
     def all_reduce(self, factor: str, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` in place over the ranks that share a split of `factor`; nothing where it is whole."""

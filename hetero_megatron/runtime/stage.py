@@ -16,6 +16,7 @@ from hetero_megatron.comm.steps import CommPlan, Copy
 from hetero_megatron.graph.nodes import Node
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.clock import Clock
+from hetero_megatron.runtime.deferred import Deferred
 from hetero_megatron.runtime.exchange import Exchange
 from hetero_megatron.runtime.slices import Shape
 from hetero_megatron.runtime.world import Groups
@@ -30,17 +31,28 @@ INPUTS: Mapping[str, Callable[[MicroBatch], Any]] = {
 class ShapedExchange:
     """An activation Reshard that stays inside its group: one compiled Exchange per shape seen lately."""
 
-    def __init__(self, plan: CommPlan, rank: int, groups: Groups, clock: Clock) -> None:
+    def __init__(
+        self, plan: CommPlan, rank: int, groups: Groups, clock: Clock, deferred: Deferred | None
+    ) -> None:
         self.plan, self._rank, self._groups, self._clock = plan, rank, groups, clock
+        self._deferred = deferred
         self._exchange = lru_cache(maxsize=256)(self._compile)
 
     def _compile(self, shape: Shape) -> Exchange:
         return Exchange(self.plan, self._rank, self._groups, [full_shape(self.plan.src, self._rank, shape)])
 
     def __call__(self, shard: Tensor) -> Tensor:
-        """The shard in the destination layout."""
+        """The shard in the destination layout; what is deferred runs behind the exchange."""
         at = time.perf_counter()
-        result = self._exchange(tuple(shard.shape)).run([shard])[0]
+        exchange = self._exchange(tuple(shard.shape))
+        if self._deferred is None:
+            result = exchange.run([shard])[0]
+        else:
+            before = self._deferred.seconds
+            finish = exchange.start([shard])
+            self._deferred.run()
+            at += self._deferred.seconds - before
+            result = finish()[0]
         self._clock.add("communication", at)
         return result
 
@@ -79,11 +91,14 @@ class _Reshard(torch.autograd.Function):
 class Reshards:
     """Binds the Reshards of one rank; those with the same plan share what is compiled for it.
 
-    What they take is booked on `clock` as communication.
+    What they take is booked on `clock` as communication. `deferred` runs behind gradients' exchanges.
     """
 
-    def __init__(self, rank: int, groups: Groups, clock: Clock | None = None) -> None:
+    def __init__(
+        self, rank: int, groups: Groups, clock: Clock | None = None, deferred: Deferred | None = None
+    ) -> None:
         self._rank, self._groups, self._clock = rank, groups, clock or Clock()
+        self._deferred = deferred
         self._by_plan: dict[int, ShapedExchange] = {}
 
     def bind(self, forward: CommPlan | None, backward: CommPlan | None) -> Callable[[Tensor], Tensor] | None:
@@ -103,7 +118,9 @@ class Reshards:
             return None
         # Plans are resolved once per pair of annotations, so the same plan is the same object.
         if id(plan) not in self._by_plan:
-            self._by_plan[id(plan)] = ShapedExchange(plan, self._rank, self._groups, self._clock)
+            self._by_plan[id(plan)] = ShapedExchange(
+                plan, self._rank, self._groups, self._clock, self._deferred
+            )
         return self._by_plan[id(plan)]
 
 
@@ -174,8 +191,16 @@ def generate(
 class StageRun:
     """One chunk's passes over micro-batches; holds what a micro-batch needs between F and B."""
 
-    def __init__(self, module: fx.GraphModule, inputs: tuple[str, ...], ends: bool) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        inputs: tuple[str, ...],
+        ends: bool,
+        deferred: Deferred | None = None,
+    ) -> None:
+        """`deferred`: what a backward pass may leave to its end."""
         self.module, self.inputs, self.ends = module, inputs, ends
+        self._deferred = deferred or Deferred()
         self._saved: dict[int, tuple[list[Tensor], tuple[Tensor, ...]]] = {}
 
     def forward(self, number: int, batch: MicroBatch, received: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -200,6 +225,7 @@ class StageRun:
             torch.autograd.backward(outputs)
         else:
             torch.autograd.backward(outputs, list(gradients))
+        self._deferred.run()
         return tuple(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves)
 
     @property
