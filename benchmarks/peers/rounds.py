@@ -20,7 +20,6 @@ from hetero_megatron.runtime.launch import Rendezvous, fork_ranks
 from hetero_megatron.runtime.world import World
 
 DIGITS = 5
-GEMM_SECONDS = 0.3
 
 
 class LossesDiffer(AssertionError):
@@ -46,8 +45,15 @@ class Measured:
     losses: list[tuple[float, float]] = field(default_factory=list)
 
 
-def measure(case: Case, layout: Layout, rounds: int, steps: int, sequence_parallel: bool) -> Measured:
-    """Run one layout on processes of its own, one thread each.
+def measure(
+    case: Case,
+    layout: Layout,
+    rounds: int,
+    steps: int,
+    sequence_parallel: bool,
+    gemm_seconds: float = 0.3,
+) -> Measured:
+    """Run one layout on processes of its own, one thread each; `gemm_seconds` a round go into the limit.
 
     Raises:
         LossesDiffer: in some step the losses of the two sides differ in the first 5 digits.
@@ -59,7 +65,8 @@ def measure(case: Case, layout: Layout, rounds: int, steps: int, sequence_parall
 
         def main(rendezvous: Rendezvous) -> None:
             world = World.join(rendezvous, range(layout.ranks), torch.device("cpu"))
-            found = _on_rank(case, layout, world, rounds, steps, sequence_parallel)
+            ours = Ours(case, layout, world, sequence_parallel)
+            found = _on_rank(case, world, ours, TorchNative(case, layout), (rounds, steps), gemm_seconds)
             if world.rank == 0:
                 result.write_text(json.dumps(asdict(found)), encoding="utf-8")
             dist.barrier()
@@ -84,9 +91,9 @@ def check_losses(layout: Layout, losses: list[tuple[float, float]]) -> None:
 
 
 def _on_rank(
-    case: Case, layout: Layout, world: World, rounds: int, steps: int, sequence_parallel: bool
+    case: Case, world: World, ours: Ours, theirs: TorchNative, counts: tuple[int, int], gemm_seconds: float
 ) -> Measured:
-    ours, theirs = Ours(case, layout, world, sequence_parallel), TorchNative(case, layout)
+    rounds, steps = counts
     our_batches, their_batches = ours.batches(case.rows()), theirs.batches(case.rows())
     sides = {"ours": lambda: ours.step(our_batches), "theirs": lambda: theirs.step(their_batches)}
     found, warm_up = Measured(), Measured()
@@ -98,7 +105,7 @@ def _on_rank(
         agreed = theirs.mean_loss(torch.tensor(losses["theirs"], dtype=torch.float64)).tolist()
         found.losses += list(zip(losses["ours"], agreed, strict=True))
         into.parts.append(dict(ours.seconds))
-        into.limit.append(gemm_limit(case, world))
+        into.limit.append(gemm_limit(case, world, gemm_seconds))
     return found
 
 
@@ -119,7 +126,7 @@ def _run(step: Callable[[], float], side: str, steps: int, into: Measured) -> li
     return losses
 
 
-def gemm_limit(case: Case, world: World) -> float:
+def gemm_limit(case: Case, world: World, duration: float) -> float:
     """GFLOP/s of the model's matrix products, forward and both backward ones, weighted by their FLOPs.
 
     As many ranks as there are cores multiply at the same time, and their rates are added.
@@ -136,7 +143,7 @@ def gemm_limit(case: Case, world: World) -> float:
     if world.rank < cores():
         seconds, work = 0.0, 0.0
         for count, inputs, outputs in products:
-            each = _product_seconds(case.sequence, inputs, outputs, GEMM_SECONDS / len(products))
+            each = _product_seconds(case.sequence, inputs, outputs, duration / len(products))
             seconds += count * each
             work += count * 6.0 * case.sequence * inputs * outputs
         rate += work / seconds / 1e9
