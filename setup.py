@@ -30,6 +30,7 @@ setup(
         # (github.com/NVIDIA/apex). The package called apex on the Python package index is something else; it
         # is never installed here.
         "gpu": ["transformer-engine[pytorch]", "flash-attn"],
+        "plots": ["matplotlib"],
         "dev": ["ruff", "mypy", "pytest", "pytest-timeout", "hypothesis"],
     },
     entry_points={"console_scripts": ["hetero-megatron = hetero_megatron.cli.main:main"]},

@@ -35,6 +35,8 @@ RESHARD_ROLES: Mapping[str, str] = {
     "final_entry": SEQUENCE,
     "head_in": GATHERED,
 }
+# In a model with tied embeddings, the modules that use one parameter.
+TIED: Mapping[str, tuple[str, ...]] = {"embedding.weight": ("embedding", "head")}
 # The module at which each input enters.
 INPUT_MODULES: Mapping[str, str] = {"tokens": "embedding", "targets": "loss"}
 
@@ -48,28 +50,33 @@ def annotate(
 ) -> AnnotationPlan:
     """The annotation plan of `strategy`: one entry for every leaf and every Reshard of the model.
 
+    A tied parameter lives on the stages of all modules that use it: in every pipeline first and last stage.
     `parameters`, `reshards` and `inputs` are node names, such as `layers.3.wq.weight`, `layers.3.mlp_in`, `tokens`.
     """
     entries: dict[str, Annotation] = {}
     known: dict[tuple[object, ...], Annotation] = {}
 
-    def entry(name: str, module: str, role: str, hdim: int) -> None:
+    def entry(name: str, modules: Sequence[str], role: str, hdim: int) -> None:
         """Layers of one stage repeat: an annotation is made once per stages and role."""
-        stages = tuple(_stage_of(module, pipeline) for pipeline in strategy.pipelines)
+        stages = tuple(
+            stage
+            for pipeline in strategy.pipelines
+            for stage in dict.fromkeys(_stage_of(module, pipeline) for module in modules)
+        )
         key = (role, hdim, *map(id, stages))
         if key not in known:
             known[key] = _union(stages, role, facts, strategy.sequence_parallel, hdim)
         entries[name] = known[key]
 
     for name in inputs:
-        entry(name, INPUT_MODULES[name], GATHERED, 0)
+        entry(name, (INPUT_MODULES[name],), GATHERED, 0)
     for name in parameters:
-        module = name.rsplit(".", 1)[0]
-        entry(name, module, _role(module, PARAMETER_ROLES, "parameter"), DUPLICATE)
+        modules = _users(name, facts)
+        entry(name, modules, _shared_role(name, modules), DUPLICATE)
         if strategy.zero:
             entries[name + STATE] = optimizer_layout(entries[name])
     for name in reshards:
-        entry(name, name, _role(name, RESHARD_ROLES, "Reshard"), 0)
+        entry(name, (name,), _role(name, RESHARD_ROLES, "Reshard"), 0)
     return AnnotationPlan(entries)
 
 
@@ -161,6 +168,18 @@ def _role(module: str, roles: Mapping[str, str], what: str) -> str:
             f"{what} {module}: no tensor-parallel role is known for {last!r}; known: {sorted(roles)}"
         )
     return roles[last]
+
+
+def _users(parameter: str, facts: ModelFacts) -> tuple[str, ...]:
+    """The modules that use a parameter: its own, and those tied to it."""
+    own = (parameter.rsplit(".", 1)[0],)
+    return TIED.get(parameter, own) if facts.tie_word_embeddings else own
+
+
+def _shared_role(parameter: str, modules: Sequence[str]) -> str:
+    roles = {_role(module, PARAMETER_ROLES, "parameter") for module in modules}
+    assert len(roles) == 1, f"{parameter} is cut in two ways {roles} by the modules {modules} that share it"
+    return roles.pop()
 
 
 def _stage_of(module: str, pipeline: Pipeline) -> Stage:

@@ -11,14 +11,14 @@ from math import lcm
 from hetero_megatron.annotation import Annotation, AnnotationPlan
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm.steps import Collective, CommPlan
-from hetero_megatron.errors import StrategyError
+from hetero_megatron.errors import ScheduleError, StrategyError
 from hetero_megatron.graph.deduce import AnnotatedGraph, deduce
 from hetero_megatron.graph.nodes import Graph, Kind
 from hetero_megatron.graph.specialize import BoundReshard, ExecutableGraph, reshard_plans, specialize
 from hetero_megatron.layout import annotate
 from hetero_megatron.pipeline.action import Step
 from hetero_megatron.pipeline.construct import Pipelines, check_against, construct
-from hetero_megatron.pipeline.plan import Schedule, plan_schedule
+from hetero_megatron.pipeline.plan import Schedule, plan_schedule, plan_tasks
 from hetero_megatron.strategy import ModelFacts, Stage, Strategy
 
 
@@ -49,8 +49,19 @@ class Program:
         shared = [stage.ranks for p in strategy.pipelines for stage in p.stages if len(stage.parts) > 1]
         found = construct([r.forward for r in reshards if r.forward is not None], strategy.ranks, shared)
         check_against(found, expected)
-        schedule = plan_schedule(
-            strategy.schedule, [(len(p.stages), p.micro_batches) for p in strategy.pipelines]
+        schedule = (
+            plan_tasks(
+                strategy.schedule,
+                [
+                    (tasks, p.chunks)
+                    for tasks, p in zip(strategy.schedule_tasks, strategy.pipelines, strict=True)
+                ],
+            )
+            if strategy.schedule_tasks
+            else plan_schedule(
+                strategy.schedule,
+                [(len(p.stages), p.micro_batches, p.chunks) for p in strategy.pipelines],
+            )
         )
         return Program(strategy, cluster, plan, annotated, reshards, expected, schedule)
 
@@ -94,17 +105,40 @@ class Program:
         last = stage == len(self.pipelines[number]) - 1
         return last and any(part[0] == rank for part in self.stage(rank).parts)
 
-    def token_multiple(self, pipeline: int, part: int = 0) -> int:
-        """What a part's tokens of a micro-batch must divide by: sequence parallelism cuts them over every stage's TP."""
-        if not self.strategy.sequence_parallel:
-            return 1
+    def lane_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks with the place of `rank` in every context-parallel part: the ones Ulysses exchanges heads with."""
+        parts = self.stage(rank).parts
+        if self.strategy.context_parallel != "ulysses" or len(parts) == 1:
+            return ()
+        return next(lane for lane in zip(*parts, strict=True) if rank in lane)
+
+    def token_multiple(self, pipeline: int, part: int | None = None) -> int:
+        """What a part's tokens of a micro-batch must divide by: sequence parallelism cuts them over every stage's TP.
+
+        Without `part`, what a whole micro-batch is padded to: several parts pad their own tokens each.
+        """
         stages = self.strategy.pipelines[pipeline].stages
-        return lcm(*(stage.tensor_parallel_sizes[part] for stage in stages))
+        if not self.strategy.sequence_parallel or (part is None and stages[0].context_parallel_size > 1):
+            return 1
+        return lcm(*(stage.tensor_parallel_sizes[part or 0] for stage in stages))
 
     def actions(self, rank: int, micro_batches: int) -> tuple[Step, ...]:
-        """The steps of `rank` in a step with this many micro-batches in its pipeline."""
+        """The steps of `rank` in a step with this many micro-batches in its pipeline.
+
+        Raises:
+            ScheduleError: the schedule is one of a file, for another count.
+        """
         pipeline, stage = self._places[rank]
-        return _schedule(self.strategy.schedule, len(self.pipelines[pipeline]), micro_batches).steps(0, stage)
+        own = self.strategy.pipelines[pipeline]
+        if not self.strategy.schedule_tasks:
+            schedule = _schedule(self.strategy.schedule, len(own.stages), micro_batches, own.chunks)
+            return schedule.steps(0, stage)
+        if micro_batches != own.micro_batches:
+            raise ScheduleError(
+                f"schedule {self.strategy.schedule}: pipeline {pipeline} runs {own.micro_batches} micro-batches there, "
+                f"and {micro_batches} in this step; a schedule of a file is for one count"
+            )
+        return self.schedule.steps(pipeline, stage)
 
     @cached_property
     def posts(self) -> dict[str, CommPlan]:
@@ -134,6 +168,7 @@ class Program:
         for node in self.annotated.graph.nodes:
             if node.kind is Kind.COMPUTE and node.signature is not None and node.signature.reduced:
                 found |= set(split_groups(self.annotated.values[node.inputs[0]], 1))
+        found |= {lane for rank in self.strategy.ranks if (lane := self.lane_of(rank))}
         return tuple(sorted(found))
 
     @property
@@ -145,8 +180,8 @@ class Program:
 
 
 @lru_cache(maxsize=256)
-def _schedule(name: str, stages: int, micro_batches: int) -> Schedule:
-    return plan_schedule(name, [(stages, micro_batches)])
+def _schedule(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
+    return plan_schedule(name, [(stages, micro_batches, chunks)])
 
 
 def _collective_groups(plans: Iterable[CommPlan]) -> set[tuple[int, ...]]:

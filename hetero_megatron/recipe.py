@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +18,12 @@ from hetero_megatron.errors import HeteroError, RecipeError
 from hetero_megatron.layout import read_plan
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.presets import PRESETS
+from hetero_megatron.pipeline.schedule import Tasks
+from hetero_megatron.pipeline.schedule_file import read_csv
 from hetero_megatron.recipe_sections import (
+    SCHEDULE_FILE,
     DataSection,
+    KernelsSection,
     ModelSection,
     NodesSection,
     OutputSection,
@@ -27,10 +32,11 @@ from hetero_megatron.recipe_sections import (
     StageSection,
     StrategySection,
     TrainingSection,
+    recomputes,
     refuse_unknown,
 )
 from hetero_megatron.recipe_text import apply_overrides, describe, nearest, read_yaml
-from hetero_megatron.strategy import Pipeline, Stage, Strategy
+from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
 
 # A section written as bare text means this key of it.
 SHORTHANDS = {"model": "preset", "output": "folder", "data": "folder"}
@@ -53,7 +59,7 @@ def _known_kinds(value: object) -> object:
 
 
 class Recipe(Section):
-    """One run: model, cluster, strategy, data, training, output.
+    """One run: model, cluster, strategy, data, training, kernels, output.
 
     >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=10"])
     """
@@ -65,6 +71,7 @@ class Recipe(Section):
     strategy: StrategySection
     data: Annotated[DataSection, _expanded("data")] = DataSection()
     training: TrainingSection
+    kernels: KernelsSection = KernelsSection()
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
     _file: str = PrivateAttr("recipe")
 
@@ -116,7 +123,9 @@ class Recipe(Section):
         if section.plan is not None:
             return self._planned(section.plan, section)
         pipelines = (
-            _homogeneous(section, self.make_config().num_layers)
+            _with_memory_options(
+                _homogeneous(section, self.make_config().num_layers), section, self.make_config().num_layers
+            )
             if section.pipelines is None
             else tuple(_pipeline(pipeline) for pipeline in section.pipelines)
         )
@@ -128,6 +137,7 @@ class Recipe(Section):
             section.idle_ranks,
             section.context_parallel,
             section.offload_optimizer,
+            _schedule_tasks(section.schedule),
         )
 
     def _planned(self, path: str, section: StrategySection) -> Strategy:
@@ -145,10 +155,12 @@ class Recipe(Section):
             raise RecipeError(f"strategy.plan: {path}: {error}") from error
         return dataclasses.replace(
             strategy,
+            pipelines=_with_memory_options(strategy.pipelines, section, self.make_config().num_layers),
             schedule=section.schedule,
             idle_ranks=section.idle_ranks,
             context_parallel=section.context_parallel,
             offload_optimizer=section.offload_optimizer,
+            schedule_tasks=_schedule_tasks(section.schedule),
         )
 
     def open_corpus(self) -> Files:
@@ -265,23 +277,73 @@ def _stage(section: StageSection, cp: int) -> Stage:
     return Stage(section.ranks, layers, tp, cp, section.recomputes, section.offload)
 
 
+def _schedule_tasks(schedule: str) -> tuple[Tasks, ...]:
+    """What the schedule's file says, or nothing where it is a name."""
+    if not schedule.endswith(SCHEDULE_FILE):
+        return ()
+    try:
+        return read_csv(Path(schedule).read_text(encoding="utf-8"), schedule)
+    except OSError as error:
+        raise RecipeError(f"strategy.schedule: {schedule}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"strategy.schedule: {schedule} is not UTF-8 text: byte {error.start} is invalid"
+        ) from error
+    except HeteroError as error:
+        raise RecipeError(f"strategy.schedule: {error}") from error
+
+
 def _homogeneous(section: StrategySection, num_layers: int) -> tuple[Pipeline, ...]:
-    """`dp` equal pipelines of `pp` stages; ranks count through a stage, then through a pipeline."""
-    dp, tp, pp, cp = (size or 1 for size in (section.dp, section.tp, section.pp, section.cp))
-    if pp > num_layers:
-        raise RecipeError(f"strategy.pp: {pp} stages for {num_layers} layers; each stage needs a layer")
+    """`dp` equal pipelines of `pp` stages; ranks count through a stage, then through a pipeline.
+
+    With `vp`, the layers are cut into pp * vp parts, which stage by stage and round after round go to the stages.
+    """
+    dp, tp, pp, cp, vp = (size or 1 for size in (section.dp, section.tp, section.pp, section.cp, section.vp))
+    parts = pp * vp
+    if parts > num_layers:
+        told = f"pp: {pp} stages" if vp == 1 else f"vp: {pp} stages of {vp} chunks"
+        needs = "stage" if vp == 1 else "chunk"
+        raise RecipeError(f"strategy.{told} for {num_layers} layers; each {needs} needs a layer")
     ends = [
-        sum(num_layers // pp + (stage < num_layers % pp) for stage in range(upto)) for upto in range(pp + 1)
+        sum(num_layers // parts + (part < num_layers % parts) for part in range(upto))
+        for upto in range(parts + 1)
     ]
+    ranges = [(first, end - 1) for first, end in pairwise(ends)]
     pipelines: list[Pipeline] = []
     for replica in range(dp):
         stages = [
-            Stage(tuple(range(first, first + tp * cp)), (ends[stage], ends[stage + 1] - 1), tp, cp)
+            Stage(tuple(range(first, first + tp * cp)), own[0] if len(own) == 1 else own, tp, cp)
             for stage in range(pp)
             for first in [(replica * pp + stage) * tp * cp]
+            for own in [tuple(ranges[stage::pp])]
         ]
         pipelines.append(Pipeline(section.micro_batches or 0, section.micro_batch_size or 1, tuple(stages)))
     return tuple(pipelines)
+
+
+def _with_memory_options(
+    pipelines: tuple[Pipeline, ...], section: StrategySection, num_layers: int
+) -> tuple[Pipeline, ...]:
+    """`recompute` and `offload` of the whole strategy, on every stage as far as it holds the layers."""
+    entries = recomputes(section.recompute or "none")
+    for entry in entries:
+        if entry.layers is not None and entry.layers[1] >= num_layers:
+            raise RecipeError(
+                f"strategy.recompute: {entry.kind} names layer {entry.layers[1]}, "
+                f"but the model has layers 0-{num_layers - 1}"
+            )
+
+    def on(stage: Stage) -> Stage:
+        own = tuple(
+            Recompute(entry.kind, (max(first, lo), min(last, hi)))
+            for entry in entries
+            for lo, hi in [entry.layers or (0, num_layers - 1)]
+            for first, last in stage.chunks
+            if max(first, lo) <= min(last, hi)
+        )
+        return dataclasses.replace(stage, recompute=own, offload=bool(section.offload))
+
+    return tuple(dataclasses.replace(p, stages=tuple(map(on, p.stages))) for p in pipelines)
 
 
 def _homes() -> dict[str, str]:
@@ -294,6 +356,7 @@ def _homes() -> dict[str, str]:
         "model": ModelSection,
         "data": DataSection,
         "training": TrainingSection,
+        "kernels": KernelsSection,
         "output": OutputSection,
         "the top level": Recipe,
     }

@@ -5,18 +5,21 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    WithJsonSchema,
     create_model,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from hetero_megatron.errors import RecipeError
+from hetero_megatron.errors import RecipeError, ScheduleError
 from hetero_megatron.models.config import LlamaConfig
+from hetero_megatron.pipeline.schedule import SCHEDULES, check_name
 from hetero_megatron.recipe_text import degrees, layer_ranges, number_list
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS
 from hetero_megatron.strategy import Recompute
@@ -35,6 +38,31 @@ Degrees = Annotated[
     BeforeValidator(degrees, json_schema_input_type=int | list[int] | None),
 ]
 Count = Annotated[int, Field(ge=1)]
+Recomputation: TypeAlias = Literal["none", "full", "selective"] | dict[Literal["full", "selective"], Layers]
+
+
+def recomputes(value: Recomputation) -> tuple[Recompute, ...]:
+    """What a `recompute` key says, as entries of a strategy's stage."""
+    if isinstance(value, str):
+        return () if value == "none" else (Recompute(value),)
+    return tuple(Recompute(kind, layers) for kind, ranges in value.items() for layers in ranges or (None,))
+
+
+def _known_schedule(value: str) -> str:
+    if not value.endswith(SCHEDULE_FILE):
+        try:
+            check_name(value)
+        except ScheduleError as error:
+            raise RecipeError(f"{error} (or write the path of a {SCHEDULE_FILE} file)") from error
+    return value
+
+
+SCHEDULE_FILE = ".csv"
+Schedule = Annotated[
+    str,
+    AfterValidator(_known_schedule),
+    WithJsonSchema({"anyOf": [{"enum": [*SCHEDULES]}, {"type": "string", "pattern": r"\.csv$"}]}),
+]
 
 
 def refuse_unknown(keys: Mapping[object, object], known: Mapping[str, object]) -> None:
@@ -87,17 +115,13 @@ class StageSection(Section):
     layers: Layers = None
     tp: Degrees = None
     cp: Count | None = None
-    recompute: Literal["none", "full", "selective"] | dict[Literal["full", "selective"], Layers] = "none"
+    recompute: Recomputation = "none"
     offload: bool = False
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
         """The entries of a strategy's stage."""
-        if isinstance(self.recompute, str):
-            return () if self.recompute == "none" else (Recompute(self.recompute),)
-        return tuple(
-            Recompute(kind, layers) for kind, ranges in self.recompute.items() for layers in ranges or (None,)
-        )
+        return recomputes(self.recompute)
 
 
 class PipelineSection(Section):
@@ -115,6 +139,9 @@ class PipelineSection(Section):
 class StrategySection(Section):
     """Either `pipelines`, or dp, tp and pp with the micro_batches and micro_batch_size of each pipeline.
 
+    `vp` is Megatron's virtual_pipeline_model_parallel_size: how many chunks of layers each stage holds.
+    `schedule` is a name, or the path of a CSV file as `explain --schedule-csv` writes it.
+    `recompute` and `offload` are then those of all stages; with `pipelines`, each stage has its own.
     With `plan`, an annotation plan as `explain --plan` writes it, the pipelines give only their micro-batches.
     """
 
@@ -124,10 +151,13 @@ class StrategySection(Section):
     tp: Count | None = None
     pp: Count | None = None
     cp: Count | None = None
+    vp: Count | None = None
     micro_batches: Count | None = None
     micro_batch_size: Count | None = None
+    recompute: Recomputation | None = None
+    offload: bool | None = None
     zero: Annotated[int, Field(ge=0, le=1)] = 0
-    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    schedule: Schedule = "1f1b"
     sequence_parallel: bool = True
     context_parallel: Literal["ring", "ulysses"] = "ring"
     offload_optimizer: bool = False
@@ -135,7 +165,9 @@ class StrategySection(Section):
 
     @model_validator(mode="after")
     def _one_form(self) -> "StrategySection":
-        shorthand = ("dp", "tp", "pp", "cp", "micro_batches", "micro_batch_size")
+        shorthand = ["dp", "tp", "pp", "cp", "vp", "micro_batches", "micro_batch_size"]
+        if self.plan is None:
+            shorthand += ["recompute", "offload"]
         used = [name for name in shorthand if getattr(self, name) is not None]
         if self.pipelines is not None and used:
             raise RecipeError(f"{used[0]} describes all pipelines alike; drop it, or drop pipelines")
@@ -213,6 +245,15 @@ class TrainingSection(Section):
                 f"min_lr {self.min_lr:g} is above lr {self.lr:g}; the rate falls from lr to min_lr"
             )
         return self
+
+
+class KernelsSection(Section):
+    """Which kernel computes each operator: `auto` takes the first that is installed and fits device and dtype."""
+
+    attention: Literal["auto", "flash-attn", "transformer-engine", "torch-varlen", "torch-sdpa"] = "auto"
+    rms_norm: Literal["auto", "transformer-engine", "apex", "torch"] = "auto"
+    cross_entropy: Literal["auto", "torch"] = "auto"
+    adam: Literal["auto", "transformer-engine", "apex", "torch"] = "auto"
 
 
 class OutputSection(Section):

@@ -19,6 +19,7 @@ ALIASES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "context_parallel_size": "cp",
+    "virtual_pipeline_model_parallel_size": "vp",
     "data_parallel_size": "dp",
     "num_micro_batches": "micro_batches",
     "gradient_clipping": "clip_grad",

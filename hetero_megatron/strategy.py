@@ -5,18 +5,23 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import gcd
 
-from hetero_megatron.errors import StrategyError
+from hetero_megatron.errors import ScheduleError, StrategyError
+from hetero_megatron.pipeline.schedule import Tasks, check_name, shape
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a strategy has to fit: depth, head counts, and the sizes that tensor parallelism cuts."""
+    """What a strategy has to fit: depth, head counts, the sizes that tensor parallelism cuts, and the tie.
+
+    `tie_word_embeddings`: the head uses the embedding's weight, so that the last stage holds it too.
+    """
 
     num_layers: int
     num_attention_heads: int
     num_query_groups: int
     ffn_hidden_size: int
     vocab_size: int
+    tie_word_embeddings: bool = False
 
 
 CONTEXT_PARALLEL = ("ring", "ulysses")
@@ -119,6 +124,11 @@ class Pipeline:
         return self.stages[0].context_parallel_size
 
     @property
+    def chunks(self) -> int:
+        """Layer ranges of each stage: the virtual pipeline size, 1 unless the schedule interleaves."""
+        return max((1, *(len(stage.chunks) for stage in self.stages)))
+
+    @property
     def token_shares(self) -> tuple[int, ...]:
         """What share of the tokens each context-parallel part takes: by its ranks over all stages."""
         each = zip(*(stage.tensor_parallel_sizes for stage in self.stages), strict=True)
@@ -134,7 +144,9 @@ class Strategy:
     `sequence_parallel` splits tokens over the tensor-parallel ranks between the blocks (AG / RS instead of AR),
     as the paper does. `context_parallel` is how parts share attention: `ring` passes keys and values around,
     `ulysses` exchanges tokens for heads. `offload_optimizer` keeps optimizer states in host memory.
-    `idle_ranks` are ranks of the cluster that are deliberately left out.
+    `idle_ranks` are ranks of the cluster that are deliberately left out. `schedule` is a name in
+    `pipeline.schedule.SCHEDULES`, for all pipelines; or with `schedule_tasks`, the compute actions of every stage of
+    every pipeline, the name of the file that they were read from.
     """
 
     pipelines: tuple[Pipeline, ...]
@@ -144,11 +156,17 @@ class Strategy:
     idle_ranks: tuple[int, ...] = ()
     context_parallel: str = "ring"
     offload_optimizer: bool = False
+    schedule_tasks: tuple[Tasks, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """All working ranks, ascending."""
         return tuple(sorted(rank for p in self.pipelines for stage in p.stages for rank in stage.ranks))
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether some pipeline passes keys and values around."""
+        return self.context_parallel == "ring" and any(p.context_parallel_size > 1 for p in self.pipelines)
 
     @property
     def rows_per_step(self) -> int:
@@ -173,7 +191,12 @@ class Strategy:
             )
         for number, pipeline in enumerate(self.pipelines):
             _check_pipeline(number, pipeline, facts)
-            _refuse_unbuilt(number, pipeline)
+            if self.context_parallel == "ulysses":
+                _check_ulysses(number, pipeline, facts)
+        if self.schedule_tasks:
+            _check_tasks(self)
+        else:
+            _check_schedule(self)
         self._check_ranks(tuple(cluster_ranks))
 
     def _check_ranks(self, cluster_ranks: tuple[int, ...]) -> None:
@@ -220,17 +243,74 @@ def _check_pipeline(number: int, pipeline: Pipeline, facts: ModelFacts) -> None:
     _check_layers(name, pipeline, facts.num_layers)
 
 
-def _refuse_unbuilt(number: int, pipeline: Pipeline) -> None:
+def _check_ulysses(number: int, pipeline: Pipeline, facts: ModelFacts) -> None:
+    """Heads go round over the ranks of equal place in each part."""
     for s, stage in enumerate(pipeline.stages):
-        here = f"pipeline {number} stage {s}"
-        if stage.context_parallel_size > 1:
+        here, sizes = f"pipeline {number} stage {s}", stage.tensor_parallel_sizes
+        if len(set(sizes)) > 1:
             raise StrategyError(
-                f"{here}: cp {stage.context_parallel_size}: context parallelism is not built yet"
+                f"{here}: context_parallel ulysses needs the same TP in every part, tp is {list(sizes)}; "
+                "context_parallel ring takes parts of different TP"
             )
-        if len(stage.chunks) > 1:
-            raise StrategyError(f"{here}: interleaved schedules are not built yet")
-        if stage.recompute or stage.offload:
-            raise StrategyError(f"{here}: recompute and offload are not built yet")
+        if facts.num_attention_heads % len(stage.ranks):
+            raise StrategyError(
+                f"{here}: context_parallel ulysses splits {facts.num_attention_heads} attention heads over "
+                f"tp {sizes[0]} x cp {len(sizes)} = {len(stage.ranks)} ranks, which must divide them; "
+                "context_parallel ring has no such limit"
+            )
+
+
+def _check_schedule(strategy: Strategy) -> None:
+    """Several layer ranges per stage and the interleaved schedule belong together, on pipelines of several stages."""
+    try:
+        check_name(strategy.schedule)
+    except ScheduleError as error:
+        raise StrategyError(str(error)) from error
+    interleaves = strategy.schedule == "interleaved"
+    for number, pipeline in enumerate(strategy.pipelines):
+        stages, chunks = len(pipeline.stages), pipeline.chunks
+        if chunks > 1 and stages == 1:
+            raise StrategyError(
+                f"pipeline {number} has {chunks} layer ranges on its only stage; with nobody to take turns with, "
+                "write them as one range"
+            )
+        if chunks > 1 and not interleaves:
+            raise StrategyError(
+                f"pipeline {number} has {chunks} layer ranges on each stage, which schedule {strategy.schedule} "
+                "cannot run; use schedule interleaved, or give each stage one range"
+            )
+        if interleaves and chunks == 1 and stages > 1:
+            raise StrategyError(
+                f"pipeline {number} has one layer range on each of {stages} stages; schedule interleaved needs 2 or "
+                "more on each, such as 0-1, 4-5 (or vp, beside pp); with one range use schedule 1f1b"
+            )
+    if interleaves and all(len(pipeline.stages) == 1 for pipeline in strategy.pipelines):
+        raise StrategyError(
+            "schedule interleaved: every pipeline has one stage, so there is nothing to interleave; "
+            "use schedule 1f1b"
+        )
+
+
+def _check_tasks(strategy: Strategy) -> None:
+    """Given tasks are for these pipelines: as many stages, micro-batches and chunks."""
+    given, name = strategy.schedule_tasks, strategy.schedule
+    if len(given) != len(strategy.pipelines):
+        raise StrategyError(
+            f"schedule {name} has {len(given)} pipelines, the strategy has {len(strategy.pipelines)}"
+        )
+    for number, (tasks, pipeline) in enumerate(zip(given, strategy.pipelines, strict=True)):
+        micro_batches, chunks = shape(tasks)
+        counts = [
+            ("stages", len(tasks), len(pipeline.stages)),
+            ("micro-batches", micro_batches, pipeline.micro_batches),
+            ("chunks per stage", chunks if micro_batches else pipeline.chunks, pipeline.chunks),
+        ]
+        for what, found, wanted in counts:
+            if found != wanted:
+                raise StrategyError(
+                    f"schedule {name}: pipeline {number} has {found} {what} there and {wanted} in the strategy; "
+                    "change one of the two"
+                )
 
 
 def _check_chunks(name: str, pipeline: Pipeline) -> None:

@@ -20,14 +20,16 @@ from rich.console import Console
 from hetero_megatron.data.batch import pack
 from hetero_megatron.data.dispatch import MicroBatchRows, deal
 from hetero_megatron.data.rows import PackedRows
-from hetero_megatron.errors import HeteroError, StrategyError
+from hetero_megatron.errors import HeteroError, LayerError, StrategyError
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.layers.initial import initial_value, initial_values
+from hetero_megatron.layers.kernels import Facts, Kernels, choose_all
 from hetero_megatron.models.config import LlamaConfig, flops_per_token
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe, load_recipe
 from hetero_megatron.report import RunProgress, RunSummary, log_line, short_strategy, strategy_table
+from hetero_megatron.runtime.agree import agree_on_kernels
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.launch import Rendezvous, end_at_once, fork_ranks, use_batch_scheduling
 from hetero_megatron.runtime.optimizer import OptimizerSettings
@@ -49,6 +51,7 @@ class Run:
     rows: PackedRows
     settings: OptimizerSettings
     device: str
+    kernels: Kernels
 
     def dealt(self, rank: int) -> tuple[MicroBatchRows, ...]:
         """Row offsets of each micro-batch of this rank's pipeline in every step."""
@@ -79,7 +82,9 @@ def prepare(recipe: Recipe) -> Run:
         model = Llama(config)
         program = build_program(recipe, model)
         rows = PackedRows(recipe.open_corpus(), training.seed, training.seq_length)
-        run = Run(recipe, config, model, program, rows, _settings(recipe), _device_type(program))
+        device = _device_type(program)
+        kernels = _kernels(recipe, config, device)
+        run = Run(recipe, config, model, program, rows, _settings(recipe), device, kernels)
         recipe.make_folder()
         return run
 
@@ -104,6 +109,23 @@ def _settings(recipe: Recipe) -> OptimizerSettings:
         weight_decay=t.weight_decay,
         clip_grad=t.clip_grad,
     )
+
+
+def _kernels(recipe: Recipe, config: LlamaConfig, device: str) -> Kernels:
+    """The kernels of a run; nothing is imported yet.
+
+    Raises:
+        LayerError: one that the recipe asks for cannot run here.
+    """
+    strategy = recipe.make_strategy()
+    if strategy.has_ring and recipe.kernels.attention != "auto":
+        raise LayerError(
+            f"kernels.attention: {recipe.kernels.attention} has no ring form, and pipelines with cp > 1 would pass it "
+            "over; leave it auto, or use context_parallel ulysses"
+        )
+    adam_device = "cpu" if strategy.offload_optimizer else device
+    dtype, facts = DTYPES[recipe.training.precision], Facts(config.head_size)
+    return choose_all(recipe.kernels.model_dump(), device, dtype, facts, adam_device)
 
 
 def _device_type(program: Program) -> str:
@@ -134,8 +156,11 @@ def start_session(run: Run, world: World) -> Session:
         )
 
     dtype = DTYPES[run.recipe.training.precision]
-    modules, bucket_size = dict(run.model.named_modules()), run.recipe.training.bucket_size
-    return Session(run.program, world, modules, initial, run.settings, dtype, bucket_size)
+    agree_on_kernels(world, run.kernels.names)
+    modules, kernels = dict(run.model.named_modules()), run.kernels.load()
+    return Session(
+        run.program, world, modules, initial, run.settings, dtype, kernels, run.recipe.training.bucket_size
+    )
 
 
 def train_rank(run: Run, world: World) -> None:
@@ -202,7 +227,10 @@ def start(run: Run, environment: Mapping[str, str]) -> int:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         with run.recipe.named():
             pretrain_under_launcher(
-                run, int(environment.get("LOCAL_RANK", "0")), int(environment["WORLD_SIZE"])
+                run,
+                int(environment["RANK"]),
+                int(environment.get("LOCAL_RANK", "0")),
+                int(environment["WORLD_SIZE"]),
             )
         return 0
     with run.recipe.named():
@@ -218,18 +246,20 @@ def pretrain(run: Run) -> int:
     torch.set_num_threads(1)
     ranks = run.program.strategy.ranks
     _check_gpus(run.device, len(ranks))
-    Console().print(strategy_table(run.program.strategy))
+    _announce(run)
 
     def main(rendezvous: Rendezvous) -> None:
-        world = World.join(rendezvous, ranks, _device(run.device, rendezvous.index))
+        world = _join(run, rendezvous, rendezvous.index)
         train_rank(run, world)
         world.leave()
 
-    return fork_ranks(len(ranks), main)
+    return fork_ranks(len(ranks), main, ranks=ranks)
 
 
-def pretrain_under_launcher(run: Run, local_index: int, processes: int) -> None:
+def pretrain_under_launcher(run: Run, index: int, local_index: int, processes: int) -> None:
     """Train as one process of a launcher such as torchrun, which started one process per rank.
+
+    `index` counts all processes, `local_index` those of this machine.
 
     Raises:
         StrategyError: there are not as many processes as ranks, or fewer GPUs than processes on this machine.
@@ -245,12 +275,28 @@ def pretrain_under_launcher(run: Run, local_index: int, processes: int) -> None:
     if run.device == "cpu":
         torch.set_num_threads(1)
         use_batch_scheduling()
-    with end_at_once(local_index):
-        world = World.join(None, ranks, _device(run.device, local_index))
+    with end_at_once(ranks[index]):
+        world = _join(run, None, local_index)
         if world.rank == world.ranks[0]:
-            Console().print(strategy_table(run.program.strategy))
+            _announce(run)
         train_rank(run, world)
         world.leave()
+
+
+def _join(run: Run, rendezvous: Rendezvous | None, local_index: int) -> World:
+    """Meet the other ranks, once the kernels of this one are found to load."""
+    device = _device(run.device, local_index)
+    run.kernels.load()
+    return World.join(rendezvous, run.program.strategy.ranks, device)
+
+
+def _announce(run: Run) -> None:
+    """Print what is fixed before the first step: who does what, and with which kernels."""
+    console = Console()
+    console.print(strategy_table(run.program.strategy))
+    console.print(str(run.kernels), soft_wrap=True, markup=False, highlight=False)
+    if run.program.strategy.has_ring:
+        console.print("ring attention, where cp > 1: torch's kernels block by block", highlight=False)
 
 
 def _check_gpus(kind: str, needed: int) -> None:

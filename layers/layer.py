@@ -1,6 +1,7 @@
 """What every leaf of a model declares: its factor signature, its first values, its place (paper §5.2)."""
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -23,6 +24,10 @@ class Layer(nn.Module):
     def bind(self, binding: Binding) -> None:
         """Learn the local part; called once, after local shards have replaced the parameters."""
         self.binding = binding
+
+    def kernel(self, op: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        """The kernel that the run has chosen for `op`; `own`, of plain torch, where nothing was chosen."""
+        return own if self.binding is None else self.binding.kernels.get(op, own)
 
     def initial(self) -> dict[str, Initial]:
         """How each parameter starts."""

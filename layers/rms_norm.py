@@ -6,11 +6,11 @@ Shape legend: `T` packed tokens (local), `D` hidden.
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetero_megatron.graph.signature import Signature
 from hetero_megatron.layers.initial import Initial
+from hetero_megatron.layers.kernels.torch_kernels import rms_norm
 from hetero_megatron.layers.layer import Layer
 
 
@@ -26,7 +26,8 @@ class RMSNorm(Layer):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] normalised along D."""
-        return F.rms_norm(x_TD, self.weight.shape, self.weight, self.eps)
+        normalised: Tensor = self.kernel("rms_norm", rms_norm)(x_TD, self.weight, self.eps)
+        return normalised
 
     def initial(self) -> dict[str, Initial]:
         """Ones."""

@@ -10,7 +10,8 @@ from hetero_megatron.strategy import ModelFacts
 class LlamaConfig:
     """Sizes and constants of one Llama; nothing about how it is trained or sharded.
 
-    `head_dim` None means hidden_size / num_attention_heads; `num_query_groups` counts key/value heads.
+    `head_dim` None means hidden_size / num_attention_heads; `num_query_groups` counts key/value heads. With
+    `tie_word_embeddings` the head has no weight of its own: it uses the embedding's.
 
     Raises:
         ModelError: a size that is not positive, or heads that do not divide.
@@ -26,11 +27,13 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     init_std: float = 0.02
+    tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (value is None and field.name == "head_dim") and value <= 0:
+            given = value is not None or field.name != "head_dim"
+            if given and not isinstance(value, bool) and value <= 0:
                 raise ModelError(f"{field.name} is {value}; it must be positive")
         heads, groups = self.num_attention_heads, self.num_query_groups
         if heads % groups:
@@ -71,6 +74,7 @@ class LlamaConfig:
             self.num_query_groups,
             self.ffn_hidden_size,
             self.vocab_size,
+            self.tie_word_embeddings,
         )
 
 
@@ -80,15 +84,19 @@ def _matrix_weights_per_layer(config: LlamaConfig) -> int:
 
 
 def count_parameters(config: LlamaConfig) -> int:
-    """All parameters: embedding, layers with two norms each, final norm, head (not tied to the embedding)."""
+    """All parameters: embedding, layers with two norms each, final norm, and the head unless it is tied."""
     per_layer = _matrix_weights_per_layer(config) + 2 * config.hidden_size
-    return config.num_layers * per_layer + 2 * config.vocab_size * config.hidden_size + config.hidden_size
+    tables = 1 if config.tie_word_embeddings else 2
+    return (
+        config.num_layers * per_layer + tables * config.vocab_size * config.hidden_size + config.hidden_size
+    )
 
 
 def flops_per_token(config: LlamaConfig, seq_length: int) -> int:
     """Training FLOPs per token, forward and backward: 6 per matrix weight, plus causal attention.
 
-    A token of a document of `seq_length` attends to half of it on average. The embedding, a lookup, is free.
+    A token of a document of `seq_length` attends to half of it on average. The embedding, a lookup, is free;
+    the head is a product, tied or not.
     """
     matrices = config.num_layers * _matrix_weights_per_layer(config) + config.vocab_size * config.hidden_size
     return 6 * matrices + 6 * config.num_layers * config.query_size * seq_length

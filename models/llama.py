@@ -92,6 +92,12 @@ class Llama(nn.Module):
             self.head_in = Reshard()
             self.head = Linear(config.hidden_size, config.vocab_size, config.init_std)
             self.loss = CrossEntropy()
+        self._tie()
+
+    def _tie(self) -> None:
+        """A tied head's weight is the embedding's, one parameter under the embedding's name."""
+        if self.config.tie_word_embeddings:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor, segments: Segments) -> Tensor:
         """Sum of the token losses."""
@@ -118,6 +124,7 @@ class Llama(nn.Module):
             value = initial_value(name, starts[name], whole, shape, seed, dtype, device)
             module_name, field = name.rsplit(".", 1)
             setattr(self.get_submodule(module_name), field, nn.Parameter(value))
+        self._tie()
         return self
 
 

@@ -14,7 +14,7 @@ FLOORS: tuple[
     [("comm",)],
     [("graph",)],
     [("pipeline",)],
-    [("strategy", "layout", "program", "switch_plan")],
+    [("strategy", "layout", "program", "switch_plan", "recompute", "activations", "memory")],
     [("runtime",)],
     [("layers",), ("data",)],
     [("models",)],

@@ -1,5 +1,7 @@
 """From a strategy to annotations: Megatron's tensor-parallel roles, stage by stage."""
 
+from dataclasses import replace
+
 import pytest
 
 from hetero_megatron.annotation import Annotation, DeviceGroup, DistributedStates
@@ -7,7 +9,7 @@ from hetero_megatron.errors import StrategyError
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.layout import PARAMETER_ROLES, RESHARD_ROLES, annotate
 from hetero_megatron.models.llama import Llama
-from hetero_megatron.strategy import Strategy
+from hetero_megatron.strategy import Stage, Strategy
 from tests.distributed.training import T0, het4, stage, strategy
 
 GRAPH = trace(Llama(T0))
@@ -70,6 +72,19 @@ def test_tokens_are_cut_between_the_blocks_under_sequence_parallelism_only(seque
         assert found[name] == (between if sequence_parallel else inside), name
     for name in ("layers.1.attention_in", "layers.1.mlp_in"):
         assert found[name] == inside, name
+
+
+def test_a_tied_weight_is_on_the_first_and_the_last_stage_of_every_pipeline_once() -> None:
+    tied = replace(T0, tie_word_embeddings=True)
+    graph = trace(Llama(tied))
+    assert "head.weight" not in graph.parameters
+    found = annotate(het4(zero=1), tied.facts, graph.parameters, graph.reshards, graph.inputs)
+    union = on(((0, 1), {0: 2}), ((2,), {}), ((3,), {}))
+    assert found["embedding.weight"] == union
+    assert found["embedding.weight@state"] == union.replace(hdim=1)
+    parts = strategy((1, 1, [Stage((0, 1, 2), (0, 1), (2, 1)), Stage((3, 4), (2, 3), 1, 2)]))
+    cut = annotate(parts, tied.facts, ["embedding.weight"], [], [])
+    assert cut["embedding.weight"] == on(((0, 1), {0: 2}), ((2,), {}), ((3,), {}), ((4,), {}))
 
 
 def test_fewer_kv_heads_than_ranks_are_cut_into_heads_and_copied() -> None:

@@ -9,31 +9,52 @@ from hetero_megatron.annotation import Annotation, AnnotationPlan
 from hetero_megatron.errors import HeteroError, RecipeError, StrategyError
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.layout import annotate, read_plan
+from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.recipe import load_recipe
 from hetero_megatron.strategy import Strategy
-from tests.distributed.training import T0, het4, stage, strategy
+from tests.distributed.training import T0, build, het4, stage, strategy
 
 EDGES = strategy(
     (2, 1, [stage("0", None), stage("1-2", "0-3"), stage("3", None)]), (1, 2, [stage("4", "0-3")])
 )
 
+INTERLEAVED = strategy(
+    (3, 1, [stage("0-1", "0, 2"), stage("2", "1, 3")]), (1, 1, [stage("3", "0-3")]), schedule="interleaved"
+)
 
-def plan_of(chosen: Strategy) -> AnnotationPlan:
-    graph = trace(Llama(T0))
-    return annotate(chosen, T0.facts, graph.parameters, graph.reshards, graph.inputs)
+
+TIED = dataclasses.replace(T0, tie_word_embeddings=True)
+
+
+def plan_of(chosen: Strategy, config: LlamaConfig = T0) -> AnnotationPlan:
+    graph = trace(Llama(config))
+    return annotate(chosen, config.facts, graph.parameters, graph.reshards, graph.inputs)
 
 
 def counts_of(chosen: Strategy) -> list[tuple[int, int, int]]:
     return [(p.micro_batches, p.micro_batch_size, p.context_parallel_size) for p in chosen.pipelines]
 
 
+@pytest.mark.parametrize("config", [T0, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("chosen", [het4(), EDGES])
-def test_a_plan_reads_back_as_its_strategy(chosen: Strategy, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("chosen", [het4(), EDGES, INTERLEAVED])
+def test_a_plan_reads_back_as_its_strategy(
+    chosen: Strategy, sequence_parallel: bool, config: LlamaConfig
+) -> None:
     chosen = dataclasses.replace(chosen, sequence_parallel=sequence_parallel)
-    read = read_plan(AnnotationPlan.from_json(plan_of(chosen).to_json()), counts_of(chosen), T0.facts)
-    assert read == chosen
+    read = read_plan(
+        AnnotationPlan.from_json(plan_of(chosen, config).to_json()), counts_of(chosen), config.facts
+    )
+    assert dataclasses.replace(read, schedule=chosen.schedule) == chosen
+
+
+@pytest.mark.parametrize(("written", "model"), [(T0, TIED), (TIED, T0)], ids=["untied plan", "tied plan"])
+def test_a_plan_of_a_model_that_is_tied_otherwise_is_refused(
+    written: LlamaConfig, model: LlamaConfig
+) -> None:
+    with pytest.raises(StrategyError, match=r"embedding\.weight is .* it would be"):
+        read_plan(plan_of(het4(), written), counts_of(het4()), model.facts)
 
 
 def test_a_plan_that_no_strategy_writes_is_refused_by_entry() -> None:
@@ -76,6 +97,15 @@ def test_a_recipe_names_a_plan_file_in_place_of_stages(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(RECIPE.replace("PLAN", str(tmp_path / "plan.json")))
     assert load_recipe(file).make_strategy() == het4()
+
+
+def test_a_plan_file_holds_the_chunks_of_interleaved_pipelines(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(build(Llama(T0), INTERLEAVED).plan.to_json())
+    file = tmp_path / "run.yaml"
+    file.write_text(RECIPE.replace("PLAN", str(tmp_path / "plan.json")))
+    assert load_recipe(file, ["strategy.schedule=interleaved"]).make_strategy() == INTERLEAVED
+    with pytest.raises(RecipeError, match="2 layer ranges on each stage, which schedule 1f1b cannot run"):
+        load_recipe(file)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.errors import StrategyError
+from hetero_megatron.errors import ScheduleError, StrategyError
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.models.presets import LLAMA_32B
 from hetero_megatron.pipeline.action import spell_steps
+from hetero_megatron.pipeline.schedule_file import read_csv
 from hetero_megatron.program import Program, split_groups
 from hetero_megatron.strategy import Strategy
 from tests.distributed.training import T0, build, het4, stage, strategy
@@ -70,6 +71,22 @@ def test_tokens_must_divide_over_all_stages_of_their_own_pipeline() -> None:
     assert [whole.token_multiple(pipeline) for pipeline in range(3)] == [1, 1, 1]
 
 
+def test_context_parallel_parts_pad_their_own_tokens_and_report_their_own_loss() -> None:
+    found = program(strategy((1, 1, [stage("0-2", "0-1", tp=(2, 1)), stage("3-8", "2-3", tp=(4, 2))])))
+    assert [found.token_multiple(0, part) for part in (0, 1)] == [4, 2]
+    assert found.token_multiple(0) == 1, "a whole micro-batch is not padded"
+    assert [found.part_of(rank) for rank in range(9)] == [0, 0, 1, 0, 0, 0, 0, 1, 1]
+    assert [rank for rank in range(9) if found.reports_loss(rank)] == [3, 7]
+
+
+def test_ulysses_has_a_group_of_one_rank_per_part() -> None:
+    plan = strategy((1, 1, [stage("0-3", "0-3", cp=2)]), (1, 1, [stage("4", "0-3")]))
+    ring, ulysses = program(plan), program(replace(plan, context_parallel="ulysses"))
+    assert [ring.lane_of(rank) for rank in (1, 4)] == [(), ()]
+    assert [ulysses.lane_of(rank) for rank in range(5)] == [(0, 2), (1, 3), (0, 2), (1, 3), ()]
+    assert {(0, 2), (1, 3)} <= set(ulysses.groups)
+
+
 def test_a_step_may_have_other_counts_of_micro_batches_than_the_strategy() -> None:
     found = program(het4())
     assert spell_steps(found.actions(2, 1)) == "{RECV_F0} F0 B0 {SEND_B0}"
@@ -119,3 +136,35 @@ def test_moving_one_layer_out_of_c2_is_refused() -> None:
             LLAMA_32B.facts,
             Cluster.of_nodes({"h20": 4}),
         )
+
+
+INTERLEAVED = strategy(
+    (3, 1, [stage("0", "0, 2"), stage("1", "1, 3")]), (1, 1, [stage("2", "0-3")]), schedule="interleaved"
+)
+
+
+def test_a_rank_of_an_interleaved_pipeline_has_a_chunk_for_each_of_its_turns() -> None:
+    found = program(INTERLEAVED)
+    assert found.pipelines == (((0,), (1,)), ((2,),))
+    chunks = [found.executable(rank).chunks for rank in range(3)]
+    assert [[(chunk.inputs, chunk.outputs) for chunk in own] for own in chunks] == [
+        [((), ("layers.1.entry",)), (("layers.2.entry",), ("layers.3.entry",))],
+        [(("layers.1.entry",), ("layers.2.entry",)), (("layers.3.entry",), ())],
+        [((), ())],
+    ]
+    assert spell_steps(found.actions(0, 1)) == (
+        "F0 {SEND_F0} {RECV_F0.1} F0.1 {SEND_F0.1} {RECV_B0.1} B0.1 {SEND_B0.1} {RECV_B0} B0"
+    )
+    assert spell_steps(found.actions(2, 2)) == "F0 B0 F1 B1"
+
+
+def test_a_given_order_is_followed_and_is_for_its_own_count_only() -> None:
+    tasks = read_csv("pipeline,stage,actions\n0,0,F0,F1,B1,B0\n", "mine.csv")
+    plan = strategy((2, 1, [stage("0", "0-3")]), schedule="mine.csv", schedule_tasks=tasks)
+    found = program(plan)
+    assert spell_steps(found.actions(0, 2)) == "F0 F1 B1 B0"
+    with pytest.raises(
+        ScheduleError,
+        match="schedule mine.csv: pipeline 0 runs 2 micro-batches there, and 3 in this step; a sched",
+    ):
+        found.actions(0, 3)

@@ -9,9 +9,10 @@ import pytest
 from hetero_megatron.data.corpus import Files
 from hetero_megatron.errors import RecipeError
 from hetero_megatron.models.presets import PRESETS
+from hetero_megatron.pipeline.schedule import gpipe
 from hetero_megatron.recipe import Recipe, load_recipe
 from hetero_megatron.recipe_text import layer_ranges, nearest, number_list
-from hetero_megatron.strategy import Pipeline, Stage
+from hetero_megatron.strategy import Pipeline, Recompute, Stage
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 QUICKSTART = RECIPES / "quickstart.yaml"
@@ -112,6 +113,20 @@ def test_the_homogeneous_shorthand_spells_out_equal_pipelines() -> None:
     assert [stage.layers for stage in pipelines[1].stages] == [(0, 1), (2, 2), (3, 3)]
 
 
+def test_recompute_and_offload_of_the_shorthand_hold_for_all_stages_as_far_as_they_hold_the_layers() -> None:
+    change = "strategy={pp: 2, micro_batches: 8, recompute: {full: 0-2, selective: 3}, offload: true}"
+    first, second = load_recipe(QUICKSTART, [change]).make_strategy().pipelines[0].stages
+    assert first.recompute == (Recompute("full", (0, 1)),)
+    assert second.recompute == (Recompute("full", (2, 2)), Recompute("selective", (3, 3)))
+    assert first.offload
+    assert second.offload
+    change = "strategy={dp: 2, tp: 2, micro_batches: 4, recompute: selective}"
+    for pipeline in load_recipe(QUICKSTART, [change]).make_strategy().pipelines:
+        (stage,) = pipeline.stages
+        assert [stage.recompute_of(layer) for layer in range(4)] == ["selective"] * 4
+        assert not stage.offload
+
+
 def test_a_stage_without_layers_holds_only_the_head() -> None:
     changes = ["strategy.pipelines.0.stages.0.layers=0-3", "strategy.pipelines.0.stages.1.layers="]
     assert load_recipe(QUICKSTART, changes).make_strategy().pipelines[0].stages[1].layers is None
@@ -126,7 +141,15 @@ def test_data_is_the_standard_library_a_folder_or_files(tmp_path: Path) -> None:
 
 def test_the_json_schema_admits_shorthands_and_names_every_section() -> None:
     schema = Recipe.json_schema()
-    assert set(schema["properties"]) == {"model", "cluster", "strategy", "data", "training", "output"}
+    assert set(schema["properties"]) == {
+        "model",
+        "cluster",
+        "strategy",
+        "data",
+        "training",
+        "kernels",
+        "output",
+    }
     assert "string" in json.dumps(schema["properties"]["model"])
     assert "train_iters" in schema["$defs"]["TrainingSection"]["properties"]
 
@@ -170,7 +193,7 @@ def test_the_nearest_name_looks_at_letters_and_parts() -> None:
         ("trainning.lr=1", "FILE: trainning: unknown key; did you mean training?"),
         (
             "extras.a=1",
-            "FILE: extras: unknown key; known here: cluster, data, model, output, strategy, training",
+            "FILE: extras: unknown key; known here: cluster, data, kernels, model, output, strategy, training",
         ),
         (
             "training.micro_batch_size=1",
@@ -201,9 +224,25 @@ def test_the_nearest_name_looks_at_letters_and_parts() -> None:
             "training.global_batch_size=100",
             "FILE: training.global_batch_size: global_batch_size 100 does not fit",
         ),
+        (
+            "kernels.attention=flash_attn",
+            'FILE: kernels.attention: "flash_attn" is text, '
+            "'auto', 'flash-attn', 'transformer-engine', 'torch-varlen' or 'torch-sdpa' is needed; "
+            "did you mean flash-attn?",
+        ),
+        ("kernels.adm=auto", "FILE: kernels.adm: unknown key; did you mean adam?"),
+        ("training.rms_norm=apex", "FILE: training.rms_norm: unknown key here; rms_norm belongs to kernels"),
         ("strategy=auto", 'FILE: strategy: "auto" is text, a mapping is needed'),
         ("strategy.dp=2", "FILE: strategy: dp describes all pipelines alike; drop it, or drop pipelines"),
         ("strategy={tp: 2}", "FILE: strategy: write pipelines, or dp, tp and pp together with micro_batches"),
+        (
+            "strategy.recompute=full",
+            "FILE: strategy: recompute describes all pipelines alike; drop it, or drop",
+        ),
+        (
+            "strategy={pp: 2, micro_batches: 3, recompute: {full: 0-4}}",
+            "FILE: strategy.recompute: full names layer 4, but the model has layers 0-3",
+        ),
         (
             "strategy={pp: 9, micro_batches: 1}",
             "FILE: strategy.pp: 9 stages for 4 layers; each stage needs a layer",
@@ -298,3 +337,64 @@ training: {train_iters: 1, global_batch_size: 2, seq_length: 16, lr: 1e-3}
     (tmp_path / "auto.yaml").write_text(text)
     (pipeline,) = load_recipe(tmp_path / "auto.yaml").make_strategy().pipelines
     assert [list(stage.layer_numbers) for stage in pipeline.stages] == [[0, 1, 2], [3, 4], [5, 6]]
+
+
+# Interleaved pipelines, and schedules as files.
+
+CHUNKS = "strategy={pp: 2, vp: 3, tp: 2, micro_batches: 4, micro_batch_size: 2, schedule: interleaved}"
+
+
+def test_vp_cuts_the_layers_as_evenly_as_possible_into_chunks() -> None:
+    strategy = load_recipe(QUICKSTART, [CHUNKS, "model.num_layers=8"]).make_strategy()
+    assert strategy.schedule == "interleaved"
+    assert [(stage.ranks, stage.layers) for stage in strategy.pipelines[0].stages] == [
+        ((0, 1), ((0, 1), (4, 4), (6, 6))),
+        ((2, 3), ((2, 3), (5, 5), (7, 7))),
+    ]
+
+
+def test_vp_needs_a_layer_for_every_chunk_and_the_interleaved_schedule() -> None:
+    assert "strategy.vp: 2 stages of 3 chunks for 4 layers; each chunk needs a layer" in refused(CHUNKS)
+    plain = CHUNKS.replace(", schedule: interleaved", "").replace("vp: 3", "vp: 2")
+    assert "strategy: pipeline 0 has 2 layer ranges on each stage, which schedule 1f1b cannot run" in refused(
+        plain
+    )
+    assert "unknown key; did you mean vp?" in refused("strategy.virtual_pipeline_model_parallel_size=2")
+
+
+def test_a_stage_lists_several_chunks() -> None:
+    changes = [
+        "strategy.schedule=interleaved",
+        "strategy.pipelines.0.stages.0.layers=0, 2",
+        "strategy.pipelines.0.stages.1.layers=1, 3",
+    ]
+    stages = load_recipe(QUICKSTART, changes).make_strategy().pipelines[0].stages
+    assert [stage.chunks for stage in stages] == [((0, 0), (2, 2)), ((1, 1), (3, 3))]
+
+
+def test_an_unknown_schedule_is_refused_with_what_may_stand_there() -> None:
+    assert (
+        "strategy.schedule: schedule 'interleave' is unknown; did you mean 'interleaved'? "
+        "(or write the path of a .csv file)" in refused("strategy.schedule=interleave")
+    )
+    schema = Recipe.json_schema()["$defs"]["StrategySection"]["properties"]["schedule"]
+    assert schema["anyOf"][0]["enum"] == ["gpipe", "1f1b", "interleaved"]
+
+
+def test_a_schedule_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("pipeline,stage,actions\n0,0,F0,F1,F2,B0,B1,B2\n0,1,F0,F1,F2,B0,B1,B2\n1,0,F0,B0\n")
+    strategy = load_recipe(QUICKSTART, [f"strategy.schedule={path}"]).make_strategy()
+    assert (strategy.schedule, strategy.schedule_tasks) == (str(path), (gpipe(2, 3), gpipe(1, 1)))
+    other = [f"strategy.schedule={path}", "strategy.pipelines.0.micro_batches=4"]
+    with pytest.raises(RecipeError, match="pipeline 0 has 3 micro-batches there and 4 in the strategy"):
+        load_recipe(QUICKSTART, other)
+
+
+def test_a_schedule_file_that_is_wrong_or_missing_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    assert f"strategy.schedule: {path}: No such file or directory" in refused(f"strategy.schedule={path}")
+    path.write_text("pipeline,stage,actions\n0,0,F0,X0\n")
+    assert f"strategy.schedule: {path} line 2: 'X0' is no action" in refused(f"strategy.schedule={path}")
+    path.write_bytes(b"\xff")
+    assert f"strategy.schedule: {path} is not UTF-8 text: byte 0" in refused(f"strategy.schedule={path}")

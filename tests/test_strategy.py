@@ -8,6 +8,7 @@ import pytest
 
 from hetero_megatron.errors import StrategyError
 from hetero_megatron.models.presets import LLAMA_32B, LLAMA_70B
+from hetero_megatron.pipeline.schedule import interleaved
 from hetero_megatron.strategy import ModelFacts, Pipeline, Stage, Strategy
 from tests.distributed.training import T0, het4, stage, strategy
 
@@ -150,8 +151,14 @@ def test_idle_ranks_are_named_and_really_idle() -> None:
         (strategy((1, 1, [])), "pipeline 0 has no stage"),
         (strategy((1, 1, [Stage((), (0, 3))])), "pipeline 0 stage 0 has no rank"),
         (
-            strategy((1, 1, [Stage((0, 1), (0, 3), cp=2)])),
-            "stage 0: cp 2: context parallelism is not built yet",
+            strategy((1, 1, [Stage((0, 1, 2), (0, 3), tp=(2, 1))]), context_parallel="ulysses"),
+            r"pipeline 0 stage 0: context_parallel ulysses needs the same TP in every part, tp is \[2, 1\]; "
+            "context_parallel ring takes parts of different TP",
+        ),
+        (
+            strategy((1, 1, [Stage(tuple(range(8)), (0, 3), cp=2)]), context_parallel="ulysses"),
+            "stage 0: context_parallel ulysses splits 4 attention heads over tp 4 x cp 2 = 8 ranks, which must "
+            "divide them; context_parallel ring has no such limit",
         ),
         (
             strategy((1, 1, [Stage((0,), (0, 3), cp=0)])),
@@ -239,3 +246,95 @@ def test_three_very_uneven_stages_of_80_layers_are_accepted() -> None:
     plan = Strategy((Pipeline(8, 1, tuple(stages)),))
     plan.check(LLAMA_70B.facts, range(24))
     assert [len(each.layer_numbers) for each in plan.pipelines[0].stages] == [17, 17, 46]
+
+
+# Interleaved pipelines: several layer ranges per stage, and the schedule that runs them.
+
+
+PP2_V2 = [stage("0", "0,2"), stage("1", "1,3")]
+
+
+def test_interleaved_pipelines_may_differ_in_depth_and_chunks_and_stand_beside_one_stage() -> None:
+    facts = changed(num_layers=6)
+    plan = strategy(
+        (4, 1, [stage("0", "0, 2, 4"), stage("1", "1, 3, 5")]),
+        (3, 1, [stage("2", "0, 3"), stage("3", "1, 4"), stage("4", "2, 5")]),
+        (2, 1, [stage("5", "0-5")]),
+        schedule="interleaved",
+    )
+    plan.check(facts, range(6))
+    assert [pipeline.chunks for pipeline in plan.pipelines] == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "message"),
+    [
+        (
+            PP2_V2,
+            "1f1b",
+            "pipeline 0 has 2 layer ranges on each stage, which schedule 1f1b cannot run; use schedule",
+        ),
+        (
+            PP2_V2,
+            "gpipe",
+            "which schedule gpipe cannot run; use schedule interleaved, or give each stage one range",
+        ),
+        (
+            [stage("0", "0-1"), stage("1", "2-3")],
+            "interleaved",
+            "pipeline 0 has one layer range on each of 2 stages; .* with one range use schedule 1f1b",
+        ),
+        (
+            [stage("0", "0-3")],
+            "interleaved",
+            "schedule interleaved: every pipeline has one stage, .* use schedule 1f1b",
+        ),
+        (
+            [stage("0", "0-1,2-3")],
+            "interleaved",
+            "pipeline 0 has 2 layer ranges on its only stage; .* as one range",
+        ),
+        (PP2_V2, "interleave", "schedule 'interleave' is unknown; did you mean 'interleaved'"),
+        (
+            [stage("0", "0,2"), stage("1", "1-1")],
+            "interleaved",
+            "pipeline 0 stage 1: 1 layer ranges, another stage of pipeline 0 has 2; an interleaved pipeline has as",
+        ),
+        (
+            [stage("0", "0,2"), stage("1", "1,3"), stage("2", None)],
+            "interleaved",
+            "pipeline 0 stage 2 holds no layer: an interleaved pipeline needs 2 ranges",
+        ),
+        (
+            [stage("0", "0,3"), stage("1", "1,2")],
+            "interleaved",
+            "pipeline 0 stage 1: layer 2 is out of order: stage 0 already ends at 3",
+        ),
+    ],
+)
+def test_layer_ranges_that_the_schedule_cannot_run_are_refused(
+    stages: Sequence[Stage], schedule: str, message: str
+) -> None:
+    with pytest.raises(StrategyError, match=message):
+        strategy((2, 1, stages), schedule=schedule).check(FACTS, range(len(stages)))
+
+
+def test_given_tasks_fit_the_stages_micro_batches_and_chunks() -> None:
+    plan = strategy((2, 1, PP2_V2), (0, 1, [stage("2", "0,2"), stage("3", "1,3")]), schedule="mine.csv")
+    fitting = replace(plan, schedule_tasks=(interleaved(2, 2, 2), interleaved(2, 0, 2)))
+    fitting.check(FACTS, range(4))
+    for tasks, message in [
+        ((interleaved(2, 2, 2),), "schedule mine.csv has 1 pipelines, the strategy has 2"),
+        (
+            (interleaved(3, 2, 2), interleaved(2, 0, 2)),
+            "schedule mine.csv: pipeline 0 has 3 stages there and 2 in the strategy; change one of the two",
+        ),
+        ((interleaved(2, 3, 2), interleaved(2, 0, 2)), "pipeline 0 has 3 micro-batches there and 2 in the"),
+        (
+            (interleaved(2, 2, 3), interleaved(2, 0, 2)),
+            "pipeline 0 has 3 chunks per stage there and 2 in the",
+        ),
+        ((interleaved(2, 2, 2), interleaved(2, 1, 2)), "pipeline 1 has 1 micro-batches there and 0 in the"),
+    ]:
+        with pytest.raises(StrategyError, match=message):
+            replace(plan, schedule_tasks=tasks).check(FACTS, range(4))

@@ -9,11 +9,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from hetero_megatron.cli.memory import memory_json, print_memory
 from hetero_megatron.cluster import ranges_text
 from hetero_megatron.comm.steps import CommPlan
 from hetero_megatron.errors import RecipeError, StrategyError
+from hetero_megatron.graph.tied import shared_parameters
+from hetero_megatron.memory import RankMemory, estimate
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.pipeline.action import spell_steps
+from hetero_megatron.pipeline.schedule_file import write_csv
 from hetero_megatron.pipeline.timing import clock
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
@@ -42,11 +46,18 @@ class ReshardLine:
 
 
 def run(
-    recipe: Recipe, rank: int | None, as_json: bool, schedule: bool = False, plan: Path | None = None
+    recipe: Recipe,
+    rank: int | None,
+    as_json: bool,
+    schedule: bool = False,
+    plan: Path | None = None,
+    schedule_csv: Path | None = None,
+    memory: bool = False,
 ) -> None:
     """Print what the recipe's strategy means; with `rank`, only what that rank takes part in.
 
-    `schedule` adds the time grid of a step. The annotation plan is written to `plan`.
+    `schedule` adds the time grid of a step, `memory` what every rank's device has to hold. The annotation plan is
+    written to `plan`, the order of forwards and backwards to `schedule_csv`.
 
     Raises:
         HeteroError: the recipe cannot be turned into a Program, or the rank is in no pipeline.
@@ -55,15 +66,24 @@ def run(
         program = build_program(recipe, Llama(recipe.make_config()))
         _check_rank(program, rank)
     if plan is not None:
-        _write(program.plan.to_json(), plan)
+        _write(program.plan.to_json(), plan, "--plan")
+    if schedule_csv is not None:
+        orders = [actions.compute for actions in program.schedule.pipelines]
+        _write(write_csv(orders), schedule_csv, "--schedule-csv")
     lines = [line for line in _lines(program, recipe) if rank is None or rank in line.ranks]
+    needs: tuple[RankMemory, ...] = ()
+    if memory:
+        found = estimate(program, recipe.training.seq_length, DTYPES[recipe.training.precision].itemsize)
+        needs = tuple(each for each in found if rank is None or each.rank == rank)
     if as_json:
         grid = {"grid": str(program.schedule).splitlines()} if schedule else {}
-        print(json.dumps(_as_json(program, lines, rank) | grid))
+        print(json.dumps(_as_json(program, lines, rank) | grid | (memory_json(needs) if memory else {})))
     else:
         _print(program, lines, rank)
         if schedule:
             Console(highlight=False).print(str(program.schedule), soft_wrap=True)
+        if memory:
+            print_memory(needs)
 
 
 def _check_rank(program: Program, rank: int | None) -> None:
@@ -75,19 +95,18 @@ def _check_rank(program: Program, rank: int | None) -> None:
         )
 
 
-def _write(text: str, path: Path) -> None:
+def _write(text: str, path: Path, option: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RecipeError(f"--plan: {path} cannot be written: {error.strerror}") from error
+        raise RecipeError(f"{option}: {path} cannot be written: {error.strerror}") from error
 
 
 def _lines(program: Program, recipe: Recipe) -> Iterator[ReshardLine]:
     graph, training = program.annotated.graph, recipe.training
-    width = DTYPES[training.precision].itemsize
+    width, tokens = DTYPES[training.precision].itemsize, _tokens(program, training.seq_length)
     for reshard in program.reshards:
         hidden = graph.size(reshard.name, 1)
-        tokens = [p.micro_batch_size * training.seq_length for p in program.strategy.pipelines]
         ahead, back = reshard.forward, reshard.backward
         subgroups = len(program.plan[reshard.name].groups)
         yield ReshardLine(
@@ -104,8 +123,17 @@ def _lines(program: Program, recipe: Recipe) -> Iterator[ReshardLine]:
         yield ReshardLine(name, GRADIENT, plan.operators, sent, (), 0, plan.ranks)
 
 
+def _tokens(program: Program, seq_length: int) -> list[int]:
+    """Of one micro-batch, by subgroup: context-parallel parts share the tokens of their pipeline."""
+    return [
+        max(1, pipeline.micro_batch_size * seq_length * share // sum(pipeline.token_shares))
+        for pipeline in program.strategy.pipelines
+        for share in pipeline.token_shares
+    ]
+
+
 def _activation_bytes(plan: CommPlan | None, tokens: Sequence[int], hidden: int, width: int) -> int:
-    """Every pipeline has its own number of tokens, so each subgroup's ranks are counted with their own."""
+    """Every subgroup has its own number of tokens, so its ranks are counted with them."""
     if plan is None:
         return 0
     sent = 0
@@ -184,7 +212,9 @@ def _print(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> 
     whose = "" if rank is None else f" of rank {rank}"
     _say(console, f"{len(groups)} process groups for collectives{whose}: {' '.join(groups) or 'none'}")
     timing = clock(
-        program.schedule.pipelines, lambda pipeline, stage, kind: _units(program, pipeline, stage, kind)
+        program.schedule.pipelines,
+        lambda pipeline, stage, kind: _units(program, pipeline, stage, kind),
+        chunk_share=lambda pipeline, stage, chunk: _share(program, pipeline, stage, chunk),
     )
     _say(
         console,
@@ -193,10 +223,15 @@ def _print(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> 
     )
     if rank is not None:
         _print_rank(console, program, rank)
-    if len(strategy.pipelines) > 1:
+    parts = any(pipeline.context_parallel_size > 1 for pipeline in strategy.pipelines)
+    if len(strategy.pipelines) > 1 or parts:
+        each = ", those of their context-parallel parts one after the other" if parts else ""
         _say(
-            console, "operators of pipelines 0, 1, ... are listed in this order, or once where they are equal"
+            console,
+            f"operators of pipelines 0, 1, ... are listed in this order{each}, or once where they are equal",
         )
+    for name in sorted(shared_parameters(program.annotated.graph)):
+        _say(console, _tied_text(program, name))
     unit = "MB (1e6 bytes) that all ranks send together"
     _print_lines(
         console, f"activations, per micro-batch; {unit}", [line for line in lines if line.kind == ACTIVATION]
@@ -227,6 +262,13 @@ def _say(console: Console, text: str) -> None:
     console.print(text, soft_wrap=not console.is_terminal)
 
 
+def _tied_text(program: Program, name: str) -> str:
+    users = " and ".join(node.name for node in program.annotated.graph.nodes if name in node.inputs)
+    homes = [rank_text(group.ranks) for group in program.plan[name].groups]
+    order = ", and its operators are listed in this order" if len(homes) > 1 else ""
+    return f"{users} share {name}, which lives on {' '.join(homes)}{order}"
+
+
 def _groups(program: Program, rank: int | None) -> list[str]:
     return [rank_text(group) for group in program.groups if rank is None or rank in group]
 
@@ -235,6 +277,15 @@ def _units(program: Program, pipeline: int, stage: int, kind: str) -> float:
     part = program.strategy.pipelines[pipeline].stages[stage]
     rows = program.strategy.pipelines[pipeline].micro_batch_size
     return (1 if kind == "F" else 2) * rows * max(1, len(part.layer_numbers)) / part.tensor_parallel_size
+
+
+def _share(program: Program, pipeline: int, stage: int, chunk: int) -> float:
+    """What part of its stage's layers a chunk holds."""
+    part = program.strategy.pipelines[pipeline].stages[stage]
+    if len(part.chunks) < 2:
+        return 1.0
+    first, last = part.chunks[chunk]
+    return (last - first + 1) / len(part.layer_numbers)
 
 
 def _print_rank(console: Console, program: Program, rank: int) -> None:

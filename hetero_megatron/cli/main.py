@@ -54,9 +54,20 @@ def explain(
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Print the time grid of a step as well.")
     ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Print what every rank's device has to hold as well.")
+    ] = False,
     plan: Annotated[
         Path | None,
         typer.Option("--plan", metavar="FILE", help="Write the annotation plan, as JSON, to a file."),
+    ] = None,
+    schedule_csv: Annotated[
+        Path | None,
+        typer.Option(
+            "--schedule-csv",
+            metavar="FILE",
+            help="Write the order of forwards and backwards to a file, which strategy.schedule can name.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,7 +77,15 @@ def explain(
     checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
     from hetero_megatron.cli import explain as command
 
-    command.run(checked, rank=rank, as_json=as_json, schedule=schedule, plan=plan)
+    command.run(
+        checked,
+        rank=rank,
+        as_json=as_json,
+        schedule=schedule,
+        plan=plan,
+        schedule_csv=schedule_csv,
+        memory=memory,
+    )
 
 
 @app.command()

@@ -8,6 +8,7 @@ from hetero_megatron.graph.annotated import STATE, AnnotatedGraph, without_parti
 from hetero_megatron.graph.nodes import Graph, Kind, Node, Sizes, suggest
 from hetero_megatron.graph.rules import Derived, derive
 from hetero_megatron.graph.signature import Signature
+from hetero_megatron.graph.tied import operands_of, shared_parameters, summed_gradient
 
 __all__ = ["AnnotatedGraph", "deduce"]
 
@@ -19,12 +20,14 @@ def deduce(
 ) -> AnnotatedGraph:
     """Annotate `graph`; `plan` names exactly its leaves and Reshards, and any `<parameter>@state`.
 
-    `sizes` are the symbols that are already known; what they must divide by is checked at once.
+    `sizes` are the symbols that are already known; what they must divide by is checked at once. A parameter that
+    several nodes use may live on more subgroups than each of them (`graph.tied`).
 
     Raises:
         GraphError: the plan misses or does not know a name, a rule is broken, or a size does not divide.
     """
     annotations = _checked(graph, plan)
+    shared = shared_parameters(graph)
     values: dict[str, Annotation] = {}
     derived: dict[str, Derived] = {}
     known: dict[tuple[Signature, Sizes, tuple[Annotation, ...]], Derived] = {}
@@ -34,14 +37,14 @@ def deduce(
                 values[node.name] = annotations[node.name]
             continue
         assert node.signature is not None, f"{node.name} computes without a signature"
-        operands = tuple(values[name] for name in node.inputs)
+        operands = operands_of(node, values, shared)
         key = (node.signature, node.sizes, operands)
         found = known.get(key)
         if found is None:
             found = known[key] = _derive(node, node.signature, operands)
         derived[node.name] = found
         values[node.name] = found.output
-    gradients, edges = _gradients(graph, values, derived)
+    gradients, edges = _gradients(graph, values, derived, shared)
     states = {name: annotations.get(name + STATE, annotations[name]) for name in graph.parameters}
     annotated = AnnotatedGraph(graph, values, gradients, edges, states)
     if sizes:
@@ -95,7 +98,10 @@ def _derive(node: Node, signature: Signature, operands: tuple[Annotation, ...]) 
 
 
 def _gradients(
-    graph: Graph, values: Mapping[str, Annotation], derived: Mapping[str, Derived]
+    graph: Graph,
+    values: Mapping[str, Annotation],
+    derived: Mapping[str, Derived],
+    shared: frozenset[str],
 ) -> tuple[dict[str, Annotation], dict[Edge, Annotation]]:
     """Gradients by value, and the edges on which a Partial one must be reduced.
 
@@ -121,6 +127,10 @@ def _gradients(
         if node.name not in trained:
             continue
         found = consumers.get(node.name, [])
+        if node.name in shared:
+            produced = [(consumer, back) for (consumer, _), back in found]
+            gradients[node.name] = summed_gradient(node.name, values[node.name], produced)
+            continue
         first = found[0][1] if found else without_partial(values[node.name])
         agree = all(back is first or back == first for _, back in found)
         if agree and (node.kind is not Kind.COMPUTE or not first.has_partial):

@@ -6,9 +6,10 @@ from hetero_megatron.pipeline.check import check
 from hetero_megatron.pipeline.construct import Pipelines, check_against, construct, position
 from hetero_megatron.pipeline.grid import grid
 from hetero_megatron.pipeline.lower import PipelineActions, lower
-from hetero_megatron.pipeline.plan import Schedule, plan_schedule
-from hetero_megatron.pipeline.schedule import SCHEDULES, Tasks, gpipe, one_f_one_b, tasks
-from hetero_megatron.pipeline.timing import PipelineTiming, Span, Timing, clock
+from hetero_megatron.pipeline.plan import Schedule, plan_schedule, plan_tasks
+from hetero_megatron.pipeline.schedule import SCHEDULES, Tasks, gpipe, interleaved, one_f_one_b, tasks
+from hetero_megatron.pipeline.spans import Span
+from hetero_megatron.pipeline.timing import PipelineTiming, Timing, clock
 
 __all__ = [
     "SCHEDULES",
@@ -30,10 +31,12 @@ __all__ = [
     "construct",
     "gpipe",
     "grid",
+    "interleaved",
     "lower",
     "one_f_one_b",
     "parse_steps",
     "plan_schedule",
+    "plan_tasks",
     "position",
     "spell_steps",
     "tasks",

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from hetero_megatron.pipeline.action import Action, ComputeKind
 from hetero_megatron.pipeline.lower import PipelineActions
+from hetero_megatron.pipeline.schedule import shape
 from hetero_megatron.pipeline.timing import clock
 
 Cell = tuple[int, int, Action]
@@ -32,7 +33,8 @@ def grid(pipelines: Sequence[PipelineActions], backward_ticks: int = 2) -> str:
             [(round(span.start), round(span.end - span.start), span.action) for span in spans]
             for spans in timing.stages
         ]
-        head = f"pipeline {number}: {_count(len(rows), 'stage')}"
+        chunks = shape(pipeline.compute)[1]
+        head = f"pipeline {number}: {_count(len(rows), 'stage')}" + f" of {chunks} chunks" * (chunks > 1)
         head += f", {_count(pipeline.micro_batches, 'micro-batch')}"
         bubble = f", bubble {timing.bubble_share:.0%}" if pipeline.micro_batches else ""
         blocks.append(head + bubble + "\n" + render(rows))

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from hetero_megatron.errors import ScheduleError
 from hetero_megatron.pipeline.action import Step
+from hetero_megatron.pipeline.boundary import Boundaries
 from hetero_megatron.pipeline.check import check
+from hetero_megatron.pipeline.dry_run import dry_run
 from hetero_megatron.pipeline.grid import grid
 from hetero_megatron.pipeline.lower import PipelineActions, lower
-from hetero_megatron.pipeline.schedule import tasks
+from hetero_megatron.pipeline.schedule import Tasks, tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +37,41 @@ class Schedule:
         return grid(self.pipelines)
 
 
-def plan_schedule(name: str, pipelines: Sequence[tuple[int, int]]) -> Schedule:
-    """The schedule `name` for pipelines given as (number of stages, micro-batches of this step).
+def plan_schedule(name: str, pipelines: Sequence[tuple[int, int, int]]) -> Schedule:
+    """The schedule `name` for pipelines given as (stages, micro-batches of this step, chunks per stage).
 
-    >>> plan_schedule("1f1b", [(4, 33), (5, 31)]).steps(1, 4)[1]
+    A pipeline of one stage and one chunk, which has nothing to interleave, stands beside interleaved ones as 1F1B.
+
+    Raises:
+        ScheduleError: the schedule is unknown, or not for so many stages or chunks.
+
+    >>> plan_schedule("1f1b", [(4, 33, 1), (5, 31, 1)]).steps(1, 4)[1]
     Action(kind='F', micro_batch=0, chunk=0)
     """
-    lowered: dict[tuple[int, int], PipelineActions] = {}
+    lowered: dict[tuple[int, int, int], PipelineActions] = {}
     for shape in pipelines:
         if shape not in lowered:
-            lowered[shape] = lower(tasks(name, *shape))
+            stages, micro_batches, chunks = shape
+            own = "1f1b" if name == "interleaved" and (stages, chunks) == (1, 1) else name
+            lowered[shape] = lower(
+                tasks(own, stages, micro_batches, chunks), Boundaries.chain(stages, chunks)
+            )
     return Schedule(name, tuple(lowered[shape] for shape in pipelines))
+
+
+def plan_tasks(name: str, pipelines: Sequence[tuple[Tasks, int]]) -> Schedule:
+    """A schedule whose compute actions are given, as (tasks, chunks per stage) of each pipeline.
+
+    Inputs are received right before they are used, or where that could hang, as soon as they are sent.
+
+    Raises:
+        ScheduleError: the tasks are incomplete, contradict each other, or wait for each other.
+    """
+    lowered: list[PipelineActions] = []
+    for order, chunks in pipelines:
+        boundaries = Boundaries.chain(len(order), chunks)
+        actions = lower(order, boundaries)
+        if dry_run(actions).stuck:
+            actions = lower(order, boundaries, early=True)
+        lowered.append(actions)
+    return Schedule(name, tuple(lowered))

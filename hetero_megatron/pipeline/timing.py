@@ -5,20 +5,15 @@ from dataclasses import dataclass
 from math import isfinite
 
 from hetero_megatron.errors import ScheduleError
-from hetero_megatron.pipeline.action import Action, ComputeKind
+from hetero_megatron.pipeline.action import ComputeKind
 from hetero_megatron.pipeline.lower import PipelineActions
+from hetero_megatron.pipeline.spans import Span, run_spans
 
 Durations = Callable[[int, int, ComputeKind], float]
 """(pipeline, stage, 'F' or 'B') -> seconds that one such compute action takes."""
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One compute action with its start and end, in seconds since the step began."""
-
-    action: Action
-    start: float
-    end: float
+ChunkShare = Callable[[int, int, int], float]
+"""(pipeline, stage, chunk) -> by what the stage's durations are multiplied in this chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,66 +56,67 @@ class Timing:
         return _idle_share(sum(sum(pipeline.busy) for pipeline in self.pipelines), stages * self.makespan)
 
 
-def clock(pipelines: Sequence[PipelineActions], durations: Durations, comm_seconds: float = 0.0) -> Timing:
+def clock(
+    pipelines: Sequence[PipelineActions],
+    durations: Durations,
+    comm_seconds: float = 0.0,
+    chunk_share: ChunkShare | None = None,
+) -> Timing:
     """Times of every compute action when sends are asynchronous and each message takes `comm_seconds`.
 
     A stage starts its next action when the one before is done and the input has arrived; communication
-    itself occupies no stage.
+    itself occupies no stage. Every chunk takes the stage's `durations` unless `chunk_share` says otherwise.
 
     Raises:
         ScheduleError: a duration is negative or not finite, or the actions wait for each other.
     """
     _check_seconds("comm_seconds", comm_seconds)
     return Timing(
-        tuple(_run(number, actions, durations, comm_seconds) for number, actions in enumerate(pipelines))
+        tuple(
+            _run(number, actions, durations, comm_seconds, chunk_share)
+            for number, actions in enumerate(pipelines)
+        )
     )
 
 
-def _run(number: int, actions: PipelineActions, durations: Durations, comm_seconds: float) -> PipelineTiming:
-    compute, boundaries = actions.compute, actions.boundaries
+def _run(
+    number: int,
+    actions: PipelineActions,
+    durations: Durations,
+    comm_seconds: float,
+    chunk_share: ChunkShare | None,
+) -> PipelineTiming:
     seconds = [
-        _stage_seconds(number, stage, durations) if tasks else {} for stage, tasks in enumerate(compute)
+        _stage_seconds(number, stage, durations, {task.chunk for task in tasks}, chunk_share)
+        for stage, tasks in enumerate(actions.compute)
     ]
-    ended: dict[tuple[int, Action], float] = {}
-    spans: list[list[Span]] = [[] for _ in compute]
-
-    def needs(stage: int, action: Action) -> list[tuple[int, Action]]:
-        place = boundaries.input_of(stage, action)
-        before = [] if place is None else [(place[0], Action(action.kind, action.micro_batch, place[1]))]
-        own = [(stage, Action("F", action.micro_batch, action.chunk))] if action.kind == "B" else []
-        return before + own
-
-    moved = True
-    while moved:
-        moved = False
-        for stage, tasks in enumerate(compute):
-            while len(spans[stage]) < len(tasks):
-                action = tasks[len(spans[stage])]
-                inputs = needs(stage, action)
-                if any(need not in ended for need in inputs):
-                    break
-                free = spans[stage][-1].end if spans[stage] else 0.0
-                start = max([free] + [ended[need] + comm_seconds * (need[0] != stage) for need in inputs])
-                span = Span(action, start, start + seconds[stage][action.kind])
-                spans[stage].append(span)
-                ended[stage, action] = span.end
-                moved = True
-    for stage, tasks in enumerate(compute):
-        if len(spans[stage]) < len(tasks):
-            action = tasks[len(spans[stage])]
-            source, missing = next(need for need in needs(stage, action) if need not in ended)
-            raise ScheduleError(
-                f"pipeline {number} has no timing: {action} of stage {stage} waits for {missing} "
-                f"of stage {source}, which never comes; check the schedule first"
-            )
-    return PipelineTiming(tuple(map(tuple, spans)))
+    spans, waiting = run_spans(
+        actions.compute,
+        actions.boundaries,
+        lambda stage, task: seconds[stage][task.kind, task.chunk],
+        comm_seconds,
+    )
+    if waiting is not None:
+        stage, action, source, missing = waiting
+        raise ScheduleError(
+            f"pipeline {number} has no timing: {action} of stage {stage} waits for {missing} "
+            f"of stage {source}, which never comes; check the schedule first"
+        )
+    return PipelineTiming(spans)
 
 
-def _stage_seconds(number: int, stage: int, durations: Durations) -> dict[str, float]:
+def _stage_seconds(
+    number: int, stage: int, durations: Durations, chunks: set[int], chunk_share: ChunkShare | None
+) -> dict[tuple[str, int], float]:
     kinds: tuple[ComputeKind, ...] = ("F", "B")
-    found: dict[str, float] = {kind: durations(number, stage, kind) for kind in kinds}
-    for kind, value in found.items():
-        _check_seconds(f"duration of {kind} on pipeline {number} stage {stage}", value)
+    found: dict[tuple[str, int], float] = {}
+    for kind in kinds if chunks else ():
+        whole = durations(number, stage, kind)
+        for chunk in chunks:
+            part = whole if chunk_share is None else whole * chunk_share(number, stage, chunk)
+            here = f"stage {stage}" + (f" chunk {chunk}" if chunk else "")
+            _check_seconds(f"duration of {kind} on pipeline {number} {here}", part)
+            found[kind, chunk] = part
     return found
 
 

@@ -1,10 +1,11 @@
 """Before the first send of a step, the ranks of a pipeline compare the micro-batches they are about to run.
 
-Sizes are derived on every rank; if two ranks of a pipeline derived other ones, a step would hang or mix data.
+Before the first step all ranks compare the kernels they have chosen. Sizes are derived on every rank; if two ranks of
+a pipeline derived other ones, a step would hang or mix data.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,3 +41,22 @@ def agree_on_micro_batches(
                 f"(rank {members[0]}) has {values[0]}, stage {program.stage_of(members[other])} "
                 f"(rank {members[other]}) has {values[other]}; nothing was sent"
             )
+
+
+def agree_on_kernels(world: World, names: Mapping[str, str]) -> None:
+    """Raise on every rank when one has chosen another kernel than the first: copies of a weight would drift apart.
+
+    Raises:
+        RuntimeFailure: naming the operator, two ranks, and what each has chosen.
+    """
+    if len(world.ranks) == 1:
+        return
+    found: list[dict[str, str]] = [{} for _ in world.ranks]
+    dist.all_gather_object(found, dict(names), group=world.control)
+    for op, first in found[0].items():
+        for rank, theirs in zip(world.ranks, found, strict=True):
+            if theirs[op] != first:
+                raise RuntimeFailure(
+                    f"kernels.{op}: rank {world.ranks[0]} has chosen {first}, rank {rank} has chosen {theirs[op]}; "
+                    "install the same libraries on all machines, or name one kernel in the recipe"
+                )

@@ -4,9 +4,13 @@ Shape legend: `T` packed tokens of the micro-batch.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hetero_megatron.runtime.context import ContextShare
 
 IGNORE = -100
 
@@ -15,11 +19,13 @@ IGNORE = -100
 class Segments:
     """Documents inside a packed micro-batch: position of every token, and where each document ends.
 
-    `cu_seqlens` starts with 0 and ends with T; attention never crosses its borders.
+    `cu_seqlens` starts with 0 and ends with T; attention never crosses its borders. In a context-parallel part,
+    T counts the part's own tokens, and `context` says how its documents go on in the other parts.
     """
 
     positions_T: Tensor
     cu_seqlens: tuple[int, ...]
+    context: "ContextShare | None" = None
 
     @staticmethod
     def of_lengths(lengths: tuple[int, ...], device: torch.device | str = "cpu") -> "Segments":

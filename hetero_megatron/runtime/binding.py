@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hetero_megatron.annotation.region import Bounds
+from hetero_megatron.runtime.context_group import ContextGroup
+
+Kernels = Mapping[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,8 @@ class Binding:
         bounds: global integer [lo, hi) per dim of each parameter's local shard.
         full_shapes: global shape of each parameter.
         reductions: per split factor, the in-place all-reduce over the ranks that hold its other parts.
+        kernels: the run's choice by operator (`attention`, `rms_norm`, `cross_entropy`); one left out is torch's.
+        context: how tokens of other context-parallel parts are reached, for a layer whose tokens look at others.
         later: takes work that need not be done before the end of the backward pass; None: do it at once.
     """
 
@@ -25,6 +30,8 @@ class Binding:
     bounds: Mapping[str, Bounds]
     full_shapes: Mapping[str, tuple[int, ...]]
     reductions: Mapping[str, Callable[[Tensor, str], Tensor]] = field(default_factory=dict)
+    kernels: Kernels = field(default_factory=dict)
+    context: ContextGroup | None = None
     later: Callable[[Callable[[], object]], None] | None = None
 
     def all_reduce(self, factor: str, tensor: Tensor, op: str = "sum") -> Tensor:

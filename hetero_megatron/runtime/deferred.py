@@ -12,26 +12,21 @@ import torch
 
 
 class Deferred:
-    """Tasks in the order in which they came.
-
-    Attributes:
-        seconds: time spent on tasks so far.
-    """
+    """Tasks in the order in which they came."""
 
     def __init__(self) -> None:
         self._tasks: deque[Callable[[], object]] = deque()
-        self.seconds = 0.0
 
     def add(self, task: Callable[[], object]) -> None:
         """Run `task` later, at the end of the backward pass at the latest."""
         self._tasks.append(task)
 
-    def run(self) -> None:
-        """Run all tasks that are waiting."""
+    def run(self) -> float:
+        """Run all tasks that are waiting; the seconds that they took."""
         if not self._tasks:
-            return
+            return 0.0
         at = time.perf_counter()
         with torch.no_grad():
             while self._tasks:
                 self._tasks.popleft()()
-        self.seconds += time.perf_counter() - at
+        return time.perf_counter() - at

@@ -33,29 +33,37 @@ class Rendezvous:
     store_path: str
 
 
-def fork_ranks(count: int, main: Callable[[Rendezvous], None], timeout_s: float | None = None) -> int:
+def fork_ranks(
+    count: int,
+    main: Callable[[Rendezvous], None],
+    timeout_s: float | None = None,
+    ranks: Sequence[int] | None = None,
+) -> int:
     """Run `main` in `count` forked processes and return 0 when all of them succeed.
 
+    `ranks` are their global ranks, ascending, by which messages name them; 0, 1, ... where they are not given.
     When one fails, the others get a few seconds to fail by themselves with their own message and are then
     killed; none is left behind. The children end when this process ends.
 
     Returns:
         The exit code of the first process that failed (128 + signal when it was killed), 124 on time-out, else 0.
     """
+    ranks = range(count) if ranks is None else sorted(ranks)
+    assert len(ranks) == count, f"{count} processes cannot be called by {len(ranks)} ranks"
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="hetero-megatron-") as folder:
         store = str(Path(folder) / "store")
         pids: list[int] = []
         try:
-            for index in range(count):
-                pids.append(_fork(Rendezvous(index, count, store), main))
-            return _reap(pids, timeout_s)
+            for index, rank in enumerate(ranks):
+                pids.append(_fork(Rendezvous(index, count, store), main, rank))
+            return _reap(pids, ranks, timeout_s)
         finally:
             _kill(pids)
 
 
-def _fork(rendezvous: Rendezvous, main: Callable[[Rendezvous], None]) -> int:
+def _fork(rendezvous: Rendezvous, main: Callable[[Rendezvous], None], rank: int) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -67,7 +75,7 @@ def _fork(rendezvous: Rendezvous, main: Callable[[Rendezvous], None]) -> int:
         if os.getppid() != parent:
             os._exit(1)
         use_batch_scheduling()
-        with end_at_once(rendezvous.index):
+        with end_at_once(rank):
             main(rendezvous)
         sys.stdout.flush()
         code = 0
@@ -76,8 +84,8 @@ def _fork(rendezvous: Rendezvous, main: Callable[[Rendezvous], None]) -> int:
 
 
 @contextlib.contextmanager
-def end_at_once(index: int) -> Iterator[None]:
-    """Whatever fails inside is reported and ends this process: 1, or 130 when it was interrupted.
+def end_at_once(rank: int) -> Iterator[None]:
+    """Whatever fails inside is reported and ends this process, global `rank`: 1, or 130 when it was interrupted.
 
     An ordinary exit waits for ever for a message that is under way between this process and a peer, and
     whoever started the ranks would not learn that one has failed.
@@ -88,7 +96,7 @@ def end_at_once(index: int) -> Iterator[None]:
         try:
             if not isinstance(error, KeyboardInterrupt):
                 # In one piece: several ranks often say the same at the same time.
-                sys.stderr.write(_told(error, index) + "\n")
+                sys.stderr.write(_told(error, rank) + "\n")
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
@@ -101,17 +109,17 @@ def use_batch_scheduling() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _told(error: BaseException, index: int) -> str:
+def _told(error: BaseException, rank: int) -> str:
     """What a person reads of a failure: a refusal or a lost peer in one line, a defect with its traceback."""
     if isinstance(error, HeteroError):
         return f"error: {error}"
     text = str(error)
     if isinstance(error, RuntimeError) and "gloo/transport" in text and any(end in text for end in _LOST):
-        return f"error: rank process {index} has lost its connection to another one, which has ended"
-    return f"rank process {index} failed:\n{traceback.format_exc()}"
+        return f"error: rank {rank} has lost its connection to another one, which has ended"
+    return f"rank {rank} failed:\n{traceback.format_exc()}"
 
 
-def _reap(pids: Sequence[int], timeout_s: float | None) -> int:
+def _reap(pids: Sequence[int], ranks: Sequence[int], timeout_s: float | None) -> int:
     """Wait for all; the first failure shortens the wait for the rest to a grace period."""
     alive, code = set(pids), 0
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -121,7 +129,7 @@ def _reap(pids: Sequence[int], timeout_s: float | None) -> int:
             if ended and not code:
                 code = 128 - ended if ended < 0 else ended
                 if ended < 0:
-                    print(_killed(pids.index(pid), -ended), file=sys.stderr, flush=True)
+                    print(_killed(ranks[pids.index(pid)], -ended), file=sys.stderr, flush=True)
                 grace = time.monotonic() + _GRACE_SECONDS
                 deadline = grace if deadline is None else min(deadline, grace)
         if deadline is not None and time.monotonic() > deadline:
@@ -145,9 +153,9 @@ def _ended(alive: Collection[int]) -> list[tuple[int, int]]:
     return sorted(found.items(), key=lambda each: each[1] >= 0)
 
 
-def _killed(index: int, number: int) -> str:
+def _killed(rank: int, number: int) -> str:
     why = ": by someone, or by the system because memory ran out" if number == signal.SIGKILL else ""
-    return f"error: rank process {index} was killed by {signal.Signals(number).name}{why}"
+    return f"error: rank {rank} was killed by {signal.Signals(number).name}{why}"
 
 
 def _kill(pids: Sequence[int]) -> None:

@@ -1,8 +1,9 @@
 """Adam with decoupled weight decay, SGD, and the learning rate by absolute step."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,37 +52,90 @@ def clip_factor(norm: float, clip_grad: float | None) -> float:
     return min(1.0, clip_grad / (norm + 1e-6)) if clip_grad else 1.0
 
 
-def update(state: State, settings: OptimizerSettings, lr: float, divisor: float) -> None:
+class AdamKernel(Protocol):
+    """One Adam update in place over lists of flat FP32 tensors, from `gradients / divisor`; gradients end undefined.
+
+    Weight decay is decoupled, eps is added to the root, and both moments are corrected by the absolute `step`.
+    """
+
+    def __call__(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        *,
+        step: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        divisor: float,
+    ) -> None:
+        """Update; the lists are not empty."""
+
+
+def fused_adamw(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    divisor: float,
+) -> None:
+    """The AdamKernel of torch."""
+    device = parameters[0].device
+    torch._fused_adamw_(
+        list(parameters),
+        list(gradients),
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        [],
+        [torch.tensor(float(step), device=device)] * len(parameters),
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=torch.tensor(divisor, device=device),
+        found_inf=torch.zeros((), device=device),
+    )
+
+
+def update(
+    state: State, settings: OptimizerSettings, lr: float, divisor: float, adam: AdamKernel = fused_adamw
+) -> None:
     """One step of the master weights from `state.gradient / divisor`; the gradient buffer is left undefined."""
     state.step += 1
-    UPDATES[settings.name](state, settings, lr, divisor)
+    if settings.name == "sgd":
+        _sgd(state, settings, lr, divisor)
+    else:
+        _adam(state, settings, lr, divisor, adam)
 
 
-def _adam(state: State, settings: OptimizerSettings, lr: float, divisor: float) -> None:
-    device = state.device
-    step = torch.tensor(float(state.step), device=device)
-    scale, found = torch.tensor(divisor, device=device), torch.zeros((), device=device)
-    first, second = state.moments["exp_avg"], state.moments["exp_avg_sq"]
-    for decay, slots in _decay_groups(state, settings.weight_decay):
-        if not slots:
-            continue
-        torch._fused_adamw_(
-            [state.master[span] for span in slots],
-            [state.gradient[span] for span in slots],
-            [first[span] for span in slots],
-            [second[span] for span in slots],
-            [],
-            [step] * len(slots),
-            lr=lr,
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            weight_decay=decay,
-            eps=settings.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=scale,
-            found_inf=found,
-        )
+def _adam(state: State, settings: OptimizerSettings, lr: float, divisor: float, adam: AdamKernel) -> None:
+    flats = (state.master, state.gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"])
+    for decay, spans in _decay_groups(state, settings.weight_decay):
+        if spans:
+            adam(
+                *([flat[span] for span in spans] for flat in flats),
+                step=state.step,
+                lr=lr,
+                beta1=settings.beta1,
+                beta2=settings.beta2,
+                eps=settings.eps,
+                weight_decay=decay,
+                divisor=divisor,
+            )
 
 
 def _sgd(state: State, settings: OptimizerSettings, lr: float, divisor: float) -> None:
@@ -90,9 +144,6 @@ def _sgd(state: State, settings: OptimizerSettings, lr: float, divisor: float) -
             if decay:
                 state.master[span].mul_(1 - lr * decay)
             state.master[span].add_(state.gradient[span], alpha=-lr / divisor)
-
-
-UPDATES: Mapping[str, Callable[[State, OptimizerSettings, float, float], None]] = {"adam": _adam, "sgd": _sgd}
 
 
 def _decay_groups(state: State, weight_decay: float) -> tuple[tuple[float, list[slice]], ...]:

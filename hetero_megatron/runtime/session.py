@@ -15,15 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetero_megatron.errors import RuntimeFailure
-from hetero_megatron.pipeline.action import Action
+from hetero_megatron.pipeline.action import Action, Step
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.agree import agree_on_micro_batches
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.bind import BoundStage
+from hetero_megatron.runtime.binding import Kernels
 from hetero_megatron.runtime.clock import KINDS, Clock
 from hetero_megatron.runtime.optimizer import (
+    AdamKernel,
     OptimizerSettings,
     clip_factor,
+    fused_adamw,
     learning_rate,
     squared_norm,
     update,
@@ -66,17 +69,22 @@ class Session:
         initial: Callable[[ParameterSlot], Tensor],
         settings: OptimizerSettings,
         dtype: torch.dtype = torch.float32,
+        kernels: Kernels | None = None,
         bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
         """Collective over all ranks: create groups, cut parameters, bind Reshards.
 
-        `modules` are the model's leaves by node name; `initial` gives the initial value of a local shard.
+        `modules` are the model's leaves by node name; `initial` gives the initial value of a local shard; `kernels`
+        are the run's choice by operator (`attention`, `rms_norm`, `cross_entropy`, `adam`), torch's where left out.
         Gradients and parameters travel in buckets of about `bucket_elements` elements of the full tensors.
         """
+        kernels = kernels or {}
         self.program, self.world, self.settings, self.dtype = program, world, settings, dtype
         self.groups = Groups(world, program.groups, program.control_groups)
         self.clock = Clock()
-        self.stage = BoundStage(program, world, self.groups, modules, dtype, self.clock, bucket_elements)
+        self.stage = BoundStage(
+            program, world, self.groups, modules, dtype, self.clock, kernels, bucket_elements
+        )
         self.state: State = self.stage.state
         self.sync = GradientSync(self.state, world, self.groups, self.stage.uses)
         self.gather = ParameterGather(self.state, world, self.groups, self.stage.first_users)
@@ -85,6 +93,7 @@ class Session:
         self.iteration = 0
         self.skipped_iterations = 0
         self.gradient_hook: GradientHook | None = None
+        self._adam: AdamKernel = kernels.get("adam", fused_adamw)
 
     def step(self, batches: Sequence[MicroBatch], skip_nonfinite: bool = True) -> StepResult:
         """Run one step on this pipeline's micro-batches and update the weights.
@@ -94,24 +103,26 @@ class Session:
 
         Raises:
             GraphError: a micro-batch's tokens do not divide as the strategy cuts them (A.2).
+            ScheduleError: the schedule is one of a file, for other counts of micro-batches.
             RuntimeFailure: ranks of a pipeline disagree on the micro-batches, a gradient is not finite and
                 `skip_nonfinite` is off, or a peer is gone.
         """
         began = time.perf_counter()
         self.clock.reset()
+        whole, batches = batches, self.stage.own_tokens(batches)
         self.stage.check_sizes(batches)
-        agree_on_micro_batches(self.program, self.world, self.groups, batches)
+        actions = self.program.actions(self.world.rank, len(batches))
+        agree_on_micro_batches(self.program, self.world, self.groups, whole)
         self.state.zero_gradient()
         self.sync.begin()
-        loss_sum = self._run_schedule(batches)
+        loss_sum = self._run_schedule(actions, batches)
         at = time.perf_counter()
         self.sync.finish()
         self.clock.add("communication", at)
         return self._finish(loss_sum, self._valid_tokens(batches), began, skip_nonfinite)
 
-    def _run_schedule(self, batches: Sequence[MicroBatch]) -> Tensor:
+    def _run_schedule(self, actions: Sequence[Step], batches: Sequence[MicroBatch]) -> Tensor:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        actions = self.program.actions(self.world.rank, len(batches))
         # The last backward pass of each chunk, after which its gradients are complete.
         last = {item.chunk: item for item in actions if isinstance(item, Action) and item.kind == "B"}
         for item in actions:
@@ -160,7 +171,8 @@ class Session:
             self.skipped_iterations += 1
         else:
             at = time.perf_counter()
-            update(self.state, self.settings, lr, divisor / clip_factor(norm, self.settings.clip_grad))
+            scale = divisor / clip_factor(norm, self.settings.clip_grad)
+            update(self.state, self.settings, lr, scale, self._adam)
             self.clock.add("compute", at)
             at = time.perf_counter()
             self.gather.start()

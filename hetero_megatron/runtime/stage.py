@@ -6,10 +6,11 @@ A chunk is code-generated once: interpreting it node by node costs up to half as
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hetero_megatron.annotation import Annotation
 from hetero_megatron.comm.steps import CommPlan, Copy
@@ -18,6 +19,7 @@ from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.deferred import Deferred
 from hetero_megatron.runtime.exchange import Exchange
+from hetero_megatron.runtime.offload import Offload, Trip
 from hetero_megatron.runtime.slices import Shape
 from hetero_megatron.runtime.world import Groups
 
@@ -31,9 +33,7 @@ INPUTS: Mapping[str, Callable[[MicroBatch], Any]] = {
 class ShapedExchange:
     """An activation Reshard that stays inside its group: one compiled Exchange per shape seen lately."""
 
-    def __init__(
-        self, plan: CommPlan, rank: int, groups: Groups, clock: Clock, deferred: Deferred | None
-    ) -> None:
+    def __init__(self, plan: CommPlan, rank: int, groups: Groups, clock: Clock, deferred: Deferred) -> None:
         self.plan, self._rank, self._groups, self._clock = plan, rank, groups, clock
         self._deferred = deferred
         self._exchange = lru_cache(maxsize=256)(self._compile)
@@ -44,15 +44,9 @@ class ShapedExchange:
     def __call__(self, shard: Tensor) -> Tensor:
         """The shard in the destination layout; what is deferred runs behind the exchange."""
         at = time.perf_counter()
-        exchange = self._exchange(tuple(shard.shape))
-        if self._deferred is None:
-            result = exchange.run([shard])[0]
-        else:
-            before = self._deferred.seconds
-            finish = exchange.start([shard])
-            self._deferred.run()
-            at += self._deferred.seconds - before
-            result = finish()[0]
+        finish = self._exchange(tuple(shard.shape)).start([shard])
+        at += self._deferred.run()
+        result = finish()[0]
         self._clock.add("communication", at)
         return result
 
@@ -98,7 +92,7 @@ class Reshards:
         self, rank: int, groups: Groups, clock: Clock | None = None, deferred: Deferred | None = None
     ) -> None:
         self._rank, self._groups, self._clock = rank, groups, clock or Clock()
-        self._deferred = deferred
+        self._deferred = deferred or Deferred()
         self._by_plan: dict[int, ShapedExchange] = {}
 
     def bind(self, forward: CommPlan | None, backward: CommPlan | None) -> Callable[[Tensor], Tensor] | None:
@@ -188,6 +182,14 @@ def generate(
     return fx.GraphModule(root, graph), tuple(inputs)
 
 
+class _InFlight(NamedTuple):
+    """A micro-batch between F and B. What was sent is not kept, only the place where its gradient enters."""
+
+    leaves: list[Tensor]
+    ends: tuple[GradientEdge, ...]
+    trip: Trip | None
+
+
 class StageRun:
     """One chunk's passes over micro-batches; holds what a micro-batch needs between F and B."""
 
@@ -196,12 +198,13 @@ class StageRun:
         module: fx.GraphModule,
         inputs: tuple[str, ...],
         ends: bool,
+        offload: Offload | None = None,
         deferred: Deferred | None = None,
     ) -> None:
         """`deferred`: what a backward pass may leave to its end."""
-        self.module, self.inputs, self.ends = module, inputs, ends
+        self.module, self.inputs, self.ends, self._offload = module, inputs, ends, offload
         self._deferred = deferred or Deferred()
-        self._saved: dict[int, tuple[list[Tensor], tuple[Tensor, ...]]] = {}
+        self._saved: dict[int, _InFlight] = {}
 
     def forward(self, number: int, batch: MicroBatch, received: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """F of micro-batch `number`: the values to send, or the loss sum on the last stage."""
@@ -214,19 +217,23 @@ class StageRun:
                 arguments.append(leaf)
             else:
                 arguments.append(INPUTS[name](batch))
-        outputs: tuple[Tensor, ...] = self.module(*arguments)
-        self._saved[number] = (leaves, outputs)
+        trip: Trip | None = None
+        if self._offload is None:
+            outputs: tuple[Tensor, ...] = self.module(*arguments)
+        else:
+            with self._offload.forward(self.module.parameters()) as trip:
+                outputs = self.module(*arguments)
+        self._saved[number] = _InFlight(leaves, tuple(map(get_gradient_edge, outputs)), trip)
         return tuple(output.detach() for output in outputs)
 
     def backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """B of micro-batch `number`: gradients of the received values. The loss is its own start."""
-        leaves, outputs = self._saved.pop(number)
-        if self.ends:
-            torch.autograd.backward(outputs)
-        else:
-            torch.autograd.backward(outputs, list(gradients))
+        held = self._saved.pop(number)
+        if held.trip is not None:
+            held.trip.start_back()
+        torch.autograd.backward(held.ends, None if self.ends else list(gradients))
         self._deferred.run()
-        return tuple(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves)
+        return tuple(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in held.leaves)
 
     @property
     def in_flight(self) -> int:

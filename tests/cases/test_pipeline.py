@@ -64,6 +64,7 @@ def boundaries(session: Session, direction: str) -> list[Boundary]:
 
 def log_arrivals(session: Session, log: list[Arrival]) -> None:
     """Note every message that this rank receives, in `log`."""
+    reshards = len(session.program.reshards)
 
     def watch(boundary: Boundary) -> None:
         receive = boundary.receive
@@ -73,7 +74,7 @@ def log_arrivals(session: Session, log: list[Arrival]) -> None:
 
             def noted() -> Tensor:
                 shard = finish()
-                log.append(Arrival(boundary.name, tag // 2, tuple(shard.shape), shard.dtype))
+                log.append(Arrival(boundary.name, tag // 2 // reshards, tuple(shard.shape), shard.dtype))
                 return shard
 
             return operations, noted
@@ -169,12 +170,26 @@ HET4_GROUPS = (
     (1, 3),  # the other halves
     (2, 3),  # layer 3 and the head
 )
+TIED_GROUPS = (
+    (0, 1),
+    (0, 1, 2),
+    (0, 2, 3),  # halves of the shared weight, which is whole on ranks 2 and 3
+    (0, 3),
+    (1, 2, 3),  # the other halves
+    (1, 3),
+    (2, 3),
+)
 
 
+@pytest.mark.parametrize(
+    ("config", "groups"),
+    [(T0, HET4_GROUPS), (replace(T0, tie_word_embeddings=True), TIED_GROUPS)],
+    ids=["untied", "tied"],
+)
 def test_ten_starts_with_random_delays_make_the_same_groups_and_the_same_loss(
-    monkeypatch: pytest.MonkeyPatch,
+    config: LlamaConfig, groups: tuple[tuple[int, ...], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Llama(T0)
+    model = Llama(config)
     program = build(model, het4())
     join, attempt = World.join, 0
 
@@ -198,8 +213,8 @@ def test_ten_starts_with_random_delays_make_the_same_groups_and_the_same_loss(
         seen |= set(run_ranks(range(4), work, 30).values())
     assert len(seen) == 1, f"starts or ranks differ: {seen}"
     ((created, loss, _),) = seen
-    assert created == HET4_GROUPS
-    assert loss == pytest.approx(reference([D0[:4]]).losses[0], rel=LOSS_RTOL)
+    assert created == groups
+    assert loss == pytest.approx(reference([D0[:4]], config).losses[0], rel=LOSS_RTOL)
 
 
 # Fewer micro-batches than stages (O-32).
@@ -225,7 +240,7 @@ def test_two_pipelines_of_other_depth_may_have_one_micro_batch_each() -> None:
 def test_a_stage_warms_up_with_as_many_forwards_as_there_are_stages_after_it(
     stages: int, micro_batches: int
 ) -> None:
-    (actions,) = plan_schedule("1f1b", [(stages, micro_batches)]).pipelines
+    (actions,) = plan_schedule("1f1b", [(stages, micro_batches, 1)]).pipelines
     for number, tasks in enumerate(actions.compute):
         warm_up = min(micro_batches, stages - 1 - number)
         ahead = tasks.index(Action("B", 0))
@@ -233,7 +248,7 @@ def test_a_stage_warms_up_with_as_many_forwards_as_there_are_stages_after_it(
 
 
 def test_one_micro_batch_is_one_forward_and_one_backward_on_every_stage() -> None:
-    schedule = plan_schedule("1f1b", [(3, 1)])
+    schedule = plan_schedule("1f1b", [(3, 1, 1)])
     assert [spell_steps(tasks) for tasks in schedule.pipelines[0].compute] == ["F0 B0"] * 3
     assert [line.split("|")[1].split() for line in str(schedule).splitlines()[1:]] == [
         ["F0", ".", ".", ".", ".", ".", ".", "B0", "=="],
@@ -329,12 +344,12 @@ def test_a_message_cut_by_one_element_ends_the_run_and_names_ranks_and_sizes(
     def shorten(session: Session) -> None:
         for each in boundaries(session, "send"):
             if session.world.rank == sender and each.name == boundary:
-                each.send = shortened(each.send)  # type: ignore[method-assign]
+                each.send = shortened(each.send, len(session.program.reshards))  # type: ignore[method-assign]
 
-    def shortened(send: Callable[..., list[dist.P2POp]]) -> Callable[..., list[dist.P2POp]]:
+    def shortened(send: Callable[..., list[dist.P2POp]], reshards: int) -> Callable[..., list[dist.P2POp]]:
         def second_one_short(shard: Tensor, shape: tuple[int, ...], tag: int) -> list[dist.P2POp]:
             operations = send(shard, shape, tag)
-            if tag // 2 == 1:
+            if tag // 2 // reshards == 1:
                 first = operations[0]
                 operations[0] = dist.P2POp(first.op, first.tensor[:-1], first.peer, tag=first.tag)
             return operations

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -184,6 +185,23 @@ def test_the_summary_names_what_the_strategy_amounts_to() -> None:
     assert "\nIdentity, nothing is sent: entry in layers 0-14, 17-29, 31, 33-44, " in shown
 
 
+def test_a_tied_weight_is_told_with_the_ranks_that_hold_it(small: str) -> None:
+    told = "embedding and head share embedding.weight, which lives on R0-1 R2 R3"
+    tied = ("explain", small, "--set", "model.tie_word_embeddings=true")
+    assert f"{told}, and its operators are listed in this order\n" in run(*tied).out
+    assert "share embedding.weight" not in run("explain", small).out
+    found = by_name(explained(*tied[1:]))
+    assert "head.weight" not in found
+    assert found["embedding.weight"]["operators"] == ["SplitAR"] * 3
+
+
+def test_idle_ranks_are_named_below_the_pipelines(small: str) -> None:
+    moved = ("--set", "strategy.pipelines.1.stages.0.ranks=4", "--set", "strategy.idle_ranks=3")
+    assert re.search(r"^ *idle: R3 *$", run("explain", small, *moved).out, re.MULTILINE)
+    found = explained(small, *moved)
+    assert (found["ranks"], found["idle_ranks"]) == ([0, 1, 2, 4], [3])
+
+
 def test_deep_pipelines_are_continued_below(small: str) -> None:
     shown = run("explain", small, "strategy={pp: 12, micro_batches: 3}", "model.num_layers=12").out
     assert max(map(len, boxes(shown))) <= 80
@@ -235,3 +253,71 @@ def test_a_terminal_without_unicode_and_a_reader_that_stops_early_do_no_harm(sma
         assert [process.stdout.readline()[:8], process.stdout.readline()[:8]] == ["strategy", "+-------"]
         process.stdout.close()
         assert "Traceback" not in process.stderr.read()
+
+
+CHUNKS = (
+    "model.num_layers=6",
+    "strategy={schedule: interleaved, pipelines: [{micro_batches: 2, "
+    "stages: [{ranks: 0, layers: '0, 2'}, {ranks: 1, layers: '1, 3-5'}]}]}",
+    "training.global_batch_size=2",
+)
+
+
+def test_an_interleaved_strategy_is_drawn_and_timed_by_its_chunks(small: str) -> None:
+    """Chunks of 1, 1, 1 and 3 layers: by hand, 36 of 2 x 27 units are worked."""
+    shown = run("explain", small, *CHUNKS, "--schedule").out
+    assert "bubble if all devices were equally fast: 33.3% (" in shown
+    assert "L0,2" in shown
+    assert "L1,3-5" in shown
+    assert "pipeline 0: 2 stages of 2 chunks, 2 micro-batches, " in shown
+    assert "stage 1 | .    F0   F1   F0.1 B0.1 ==== F1.1 B1.1 ==== B0   ==" in shown
+    assert explained(small, *CHUNKS)["pipelines"][0]["stages"][1]["layers"] == [[1, 1], [3, 5]]
+
+
+def test_a_schedule_written_to_a_file_is_one_that_a_recipe_can_name(small: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    before = explained(small, *CHUNKS, "--schedule", "--rank", "1", "--schedule-csv", str(path))
+    assert path.read_text().splitlines()[2] == "0,1,F0,F1,F0.1,B0.1,F1.1,B1.1,B0,B1"
+    after = explained(small, *CHUNKS, f"strategy.schedule={path}", "--schedule", "--rank", "1")
+    assert after == before | {"schedule": str(path)}
+
+
+def test_a_schedule_that_cannot_be_written_is_refused(small: str, tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "mine.csv"
+    message = refusal("explain", small, "--schedule-csv", str(path))
+    assert message == f"--schedule-csv: {path} cannot be written: No such file or directory"
+
+
+def test_a_homogeneous_plan_of_dp_cp_and_tp_has_plain_collectives_only(tmp_path: Path) -> None:
+    """Context-parallel parts are subgroups, and alike ones cost nothing more than their Megatron equivalent."""
+    recipe = tmp_path / "even.yaml"
+    recipe.write_text(
+        SMALL.split("strategy:")[0] + "strategy: {dp: 2, cp: 2, tp: 2, micro_batches: 2, "
+        "micro_batch_size: 1}\ntraining: {train_iters: 1, global_batch_size: 4, seq_length: 64, lr: 1}\n"
+    )
+    for mode in ("ring", "ulysses"):
+        found = explained(str(recipe), "--set", f"strategy.context_parallel={mode}")
+        for reshard in found["reshards"]:
+            every = {*reshard["operators"], *reshard["backward_operators"]}
+            assert every <= {"AR", "AG", "RS", "AR+AR", "Identity"}, reshard
+        forward = by_name(found)["layers.0.attention_in"]
+        assert forward["operators"] == ["AG"] * 4
+        # Each of four parts has 32 tokens of 32 features in FP32, and each of its two ranks sends its half.
+        assert forward["bytes"] == 4 * 32 * 32 * 4
+        plain = [[0, 1], [0, 2, 4, 6], [1, 3, 5, 7], [2, 3], [4, 5], [6, 7]]
+        lanes = [[0, 2], [1, 3], [4, 6], [5, 7]] if mode == "ulysses" else []
+        assert found["groups"] == sorted([*plain, *lanes])
+    assert "context-parallel parts one after the other" in run("explain", str(recipe)).out
+
+
+def test_unequal_parts_are_counted_with_their_own_tokens(tmp_path: Path) -> None:
+    recipe = tmp_path / "uneven.yaml"
+    recipe.write_text(
+        SMALL.split("strategy:")[0] + "strategy: {pipelines: [{micro_batches: 1, micro_batch_size: 1, "
+        "stages: [{ranks: 0-2, layers: 0-1, tp: [2, 1]}]}]}\n"
+        "training: {train_iters: 1, global_batch_size: 1, seq_length: 96, lr: 1}\n"
+    )
+    forward = by_name(explained(str(recipe)))["layers.0.attention_in"]
+    assert forward["bytes"] == 64 * 32 * 4, (
+        "only the part of two ranks, with two thirds of the tokens, gathers"
+    )

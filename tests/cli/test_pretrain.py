@@ -87,6 +87,26 @@ def unstarted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert set(children(os.getpid())) <= before
 
 
+def test_a_run_names_its_kernels_once_and_says_why_not_others(shown: str) -> None:
+    assert shown.count("kernels:") == 1
+    assert (
+        "\nkernels: attention torch-sdpa, rms_norm torch, cross_entropy torch, adam torch\n  passed over: "
+        "flash-attn, transformer-engine, torch-varlen, apex: needs a CUDA device (this run is on cpu)\n"
+    ) in shown
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [("attention", "flash-attn"), ("rms_norm", "apex"), ("adam", "transformer-engine")],
+)
+def test_a_kernel_that_is_asked_for_and_cannot_run_is_refused_before_anything_starts(
+    unstarted: None, recipe: str, op: str, name: str
+) -> None:
+    assert refusal("pretrain", recipe, f"kernels.{op}={name}") == (
+        f"{recipe}: kernels.{op}: {name} cannot run here: it needs a CUDA device (this run is on cpu)"
+    )
+
+
 def test_a_run_shows_its_strategy_its_steps_and_a_summary(shown: str, recipe: str) -> None:
     lines = shown.splitlines()
     assert lines[0].strip() == "strategy"
@@ -117,7 +137,8 @@ def test_a_run_shows_its_strategy_its_steps_and_a_summary(shown: str, recipe: st
 
 
 def test_tables_fit_80_columns_when_piped(shown: str) -> None:
-    tables = [line for line in shown.splitlines() if not line.startswith((" iteration ", "files: "))]
+    long = (" iteration ", "files: ", "kernels: ", "  passed over: ")
+    tables = [line for line in shown.splitlines() if not line.startswith(long)]
     assert max(map(len, tables)) <= 80
 
 
@@ -176,7 +197,7 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_leaves_no_process(recipe:
         _, err = process.communicate(timeout=30)
         assert time.monotonic() - began < 10
     assert process.returncode == 128 + signal.SIGKILL
-    assert "error: rank process 2 was killed by SIGKILL" in err
+    assert "error: rank 2 was killed by SIGKILL" in err
     assert "Traceback" not in err, "that a peer is gone is no defect of the others"
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
@@ -193,7 +214,10 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_leaves_no_process(recipe:
             [f"{PIPELINES}.0.micro_batches=2.5"],
             "[0].micro_batches: 2.5 is a fractional number, a whole number",
         ),
-        (["extra.a=1"], "extra: unknown key; known here: cluster, data, model, output, strategy, training"),
+        (
+            ["extra.a=1"],
+            "extra: unknown key; known here: cluster, data, kernels, model, output, strategy, training",
+        ),
         (["training.hidden_size=3"], "training.hidden_size: unknown key here; hidden_size belongs to model"),
         (["model=llama_9b"], "model.preset: there is no model 'llama_9b'; did you mean llama_7b?"),
         # Case O-02, a to e: doubled, missing, beyond the model, out of order, missing in the second pipeline.
@@ -268,7 +292,10 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
         (SMALL.replace("strategy:\n", "strategy:\n\tzero: 0\n"), "; indent with spaces"),
         (SMALL.replace("{micro_batches: 2", "[\n   {micro_batches: 2"), "line 7: "),
         (SMALL.replace("{micro_batches: 2", "[\n   {micro_batches: 2"), "that began in line 5)"),
-        ("", "is empty; it needs the sections model, strategy, training, and may have cluster, data, output"),
+        (
+            "",
+            "is empty; it needs the sections model, strategy, training, and may have cluster, data, kernels, output",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused_with_its_line(tmp_path: Path, text: str, told: str) -> None:

@@ -37,7 +37,7 @@ def run_ranks(ranks: Sequence[int], work: Callable[[World], Any], timeout_s: flo
             torch.distributed.barrier()
             world.leave()
 
-        code = fork_ranks(len(ordered), main, timeout_s)
+        code = fork_ranks(len(ordered), main, timeout_s, ordered)
         if code:
             raise RanksFailed(code)
         return {rank: pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in ordered}

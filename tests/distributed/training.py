@@ -20,6 +20,7 @@ from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.llama import Llama, build_single_device
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.batch import IGNORE, MicroBatch
+from hetero_megatron.runtime.binding import Kernels
 from hetero_megatron.runtime.optimizer import OptimizerSettings, learning_rate
 from hetero_megatron.runtime.session import Session, StepResult
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS, ParameterSlot, view
@@ -50,15 +51,16 @@ def sequences(count: int, length: int = 16, vocab: int = 96, seed: int = 0) -> t
     )
 
 
-def stage(ranks: str, layers: str | None, tp: int = 0) -> Stage:
-    """`stage("0-1", "0-2")`."""
+def stage(ranks: str, layers: str | None, tp: int | tuple[int, ...] = 0, cp: int = 1) -> Stage:
+    """`stage("0-1", "0-2")`; several chunks as `stage("0", "0-1, 4")`."""
 
     def span(text: str) -> range:
         first, _, last = text.partition("-")
         return range(int(first), int(last or first) + 1)
 
-    numbers = span(layers) if layers else None
-    return Stage(tuple(span(ranks)), (numbers[0], numbers[-1]) if numbers else None, tp)
+    numbers = [span(part) for part in layers.split(",")] if layers else []
+    ranges = tuple((each[0], each[-1]) for each in numbers)
+    return Stage(tuple(span(ranks)), ranges[0] if len(ranges) == 1 else ranges or None, tp, cp)
 
 
 def strategy(*pipelines: tuple[int, int, Sequence[Stage]], **options: Any) -> Strategy:
@@ -119,6 +121,7 @@ def start(
     settings: OptimizerSettings,
     dtype: torch.dtype,
     seed: int,
+    kernels: Kernels | None = None,
     bucket_elements: int = BUCKET_ELEMENTS,
 ) -> Session:
     """A Session whose initial values are those of `build_single_device(config, seed)`."""
@@ -127,7 +130,8 @@ def start(
     def initial(slot: ParameterSlot) -> Tensor:
         return initial_value(slot.name, specs[slot.name], slot.bounds, slot.full_shape, seed)
 
-    return Session(program, world, dict(model.named_modules()), initial, settings, dtype, bucket_elements)
+    modules = dict(model.named_modules())
+    return Session(program, world, modules, initial, settings, dtype, kernels, bucket_elements)
 
 
 def alter_gradients(session: Session, change: Callable[[ParameterSlot, Tensor, float], None]) -> None:
@@ -169,6 +173,7 @@ def train(
     batches_of: Callable[[Session, int, list[MicroBatch]], list[MicroBatch]] | None = None,
     collect: Callable[[Session], Any] | None = None,
     timeout_s: float = 60.0,
+    kernels: Kernels | None = None,
     bucket_elements: int = BUCKET_ELEMENTS,
 ) -> Outcome:
     """Train on real processes; rows of each step are dealt over the pipelines in order."""
@@ -176,7 +181,7 @@ def train(
     program = build(model, plan)
 
     def work(world: World) -> Any:
-        session = start(model, program, world, settings, dtype, seed, bucket_elements)
+        session = start(model, program, world, settings, dtype, seed, kernels, bucket_elements)
         gradients: dict[str, Tensor] = {}
         session.gradient_hook = lambda slot, gradient, divisor: gradients.update(
             {slot.name: gradient / max(divisor, 1.0)}
@@ -250,8 +255,9 @@ def reference(
     seed: int = 7,
     masks: Mapping[Document, Sequence[int]] | None = None,
     prepare: Callable[[torch.nn.Module], None] | None = None,
+    packed: bool = True,
 ) -> Outcome:
-    """REF: one process, plain autograd and torch.optim, the whole step as one batch."""
+    """REF: one process, plain autograd and torch.optim, the whole step as one batch (or each row by itself)."""
     torch.set_num_threads(1)
     model = build_single_device(config, seed)
     if prepare:
@@ -269,8 +275,10 @@ def reference(
     outcome = Outcome()
     for step, documents in enumerate(steps):
         optimizer.zero_grad()
-        batch = micro_batch(documents, masks=masks)
-        loss = model(batch.tokens_T, batch.targets_T, batch.segments) / batch.valid_tokens
+        rows = [documents] if packed else [(document,) for document in documents]
+        batches = [micro_batch(row, masks=masks) for row in rows]
+        losses = torch.stack([model(b.tokens_T, b.targets_T, b.segments) for b in batches])
+        loss = losses.sum() / sum(b.valid_tokens for b in batches)
         loss.backward()
         gradients = {name: p.grad.detach().clone() for name, p in parameters.items()}
         norm = torch.cat([g.flatten() for g in gradients.values()]).double().norm().item()

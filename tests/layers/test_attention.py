@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from hetero_megatron.errors import LayerError
-from hetero_megatron.layers import Attention, attention, document_borders
+from hetero_megatron.layers import Attention, document_borders
 from hetero_megatron.runtime.batch import Segments
+from hetero_megatron.runtime.binding import Binding
 
 K = 8
 
@@ -86,34 +87,25 @@ def test_copied_kv_heads_serve_part_of_the_query_heads_each() -> None:
     torch.testing.assert_close(torch.cat(shards, 1), whole)
 
 
-def test_the_packed_kernel_is_given_the_borders_of_non_empty_documents(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The kernel needs a GPU; here a stand-in with its signature reads its arguments as it would."""
+def test_a_micro_batch_without_tokens_passes_through() -> None:
+    q, k, v = _qkv(0, 4, 2)
+    assert _attention()(q, k, v, Segments.of_lengths((0,))).shape == (0, 4 * K)
 
-    def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        window_size: tuple[int, int],
-        enable_gqa: bool,
-    ) -> Tensor:
-        assert (cu_seq_q.dtype, cu_seq_q.tolist(), max_q) == (torch.int32, [0, 5, 9], 5)
-        assert (cu_seq_k.tolist(), max_k, window_size, enable_gqa) == ([0, 5, 9], 5, (-1, 0), True)
-        lengths = tuple(cu_seq_q.diff().tolist())
-        return _naive(query.flatten(1), key.flatten(1), value.flatten(1), lengths).view_as(query)
 
-    monkeypatch.setattr(attention, "_has_kernel", lambda q: True)
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
+def test_the_chosen_kernel_is_given_heads_segments_and_the_borders_of_non_empty_documents() -> None:
+    seen = []
+
+    def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, segments: Segments, borders: Tensor) -> Tensor:
+        seen.append(
+            (q_THK.shape, k_THK.shape, v_THK.shape, segments.cu_seqlens, borders.dtype, borders.tolist())
+        )
+        return q_THK * 2.0
+
+    layer = _attention()
+    layer.bind(Binding("attention", {}, {}, kernels={"attention": attend}))
     q, k, v = _qkv(9, 4, 2)
-    result = _attention()(q, k, v, Segments.of_lengths((0, 5, 0, 4)))
-    torch.testing.assert_close(result, _naive(q, k, v, (5, 4)))
-    assert _attention()(q[:0], k[:0], v[:0], Segments.of_lengths((0,))).shape == (0, 4 * K)
+    assert torch.equal(layer(q, k, v, Segments.of_lengths((0, 5, 0, 4))), q * 2.0)
+    assert seen == [((9, 4, K), (9, 2, K), (9, 2, K), (0, 0, 5, 5, 9), torch.int32, [0, 5, 9])]
 
 
 def test_wrong_segments_and_heads_that_do_not_share_evenly_are_refused() -> None:

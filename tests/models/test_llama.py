@@ -211,3 +211,15 @@ def test_a_copied_model_is_its_own() -> None:
     nn.init.zeros_(model.head.weight)
     assert torch.equal(copied(*batch), loss)
     assert model(*batch).item() == pytest.approx(int((batch[1] != IGNORE).sum()) * 4.564348, rel=1e-6)
+
+
+def test_a_tied_head_is_the_embedding_before_and_after_it_gets_values() -> None:
+    model = Llama(replace(T0, tie_word_embeddings=True))
+    for each in (model, model.materialize(7), build_single_device(model.config, 7)):
+        assert each.head.weight is each.embedding.weight
+        names = [name for name, _ in each.named_parameters()]
+        assert "embedding.weight" in names
+        assert "head.weight" not in names
+    untied = build_single_device(T0, 7)
+    assert torch.equal(model.embedding.weight, untied.embedding.weight), "the start follows from the name"
+    assert not torch.equal(untied.head.weight, untied.embedding.weight)

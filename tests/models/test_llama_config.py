@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hetero_megatron.errors import ModelError
-from hetero_megatron.models import LlamaConfig, count_parameters, flops_per_token
+from hetero_megatron.models import Llama, LlamaConfig, count_parameters, flops_per_token
 
 T0 = LlamaConfig(4, 32, 64, 4, 2, 96)
 
@@ -14,6 +14,14 @@ def test_the_tiny_model_of_the_cases_has_43_296_parameters() -> None:
     assert count_parameters(T0) == 43_296
     assert count_parameters(replace(T0, num_layers=7)) == 71_136
     assert count_parameters(replace(T0, num_query_groups=1)) == 41_248
+
+
+def test_a_tied_head_adds_no_parameter_and_costs_its_product() -> None:
+    tied = replace(T0, tie_word_embeddings=True)
+    assert count_parameters(tied) == 40_224
+    assert sum(parameter.numel() for parameter in Llama(tied).parameters()) == 40_224
+    assert flops_per_token(tied, 16) == flops_per_token(T0, 16)
+    assert (T0.facts.tie_word_embeddings, tied.facts.tie_word_embeddings) == (False, True)
 
 
 def test_flops_are_six_per_matrix_weight_and_half_a_square_of_attention() -> None:

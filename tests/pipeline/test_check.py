@@ -10,8 +10,10 @@ from hetero_megatron.pipeline.action import Action, Batch, Step, parse_steps
 from hetero_megatron.pipeline.boundary import Boundaries
 from hetero_megatron.pipeline.check import check
 from hetero_megatron.pipeline.lower import PipelineActions, lower
-from hetero_megatron.pipeline.schedule import SCHEDULES, Tasks, gpipe, one_f_one_b
+from hetero_megatron.pipeline.schedule import SCHEDULES, Tasks, gpipe, interleaved, one_f_one_b
 from hetero_megatron.pipeline.timing import clock
+
+PLAIN = ("gpipe", "1f1b")  # one chunk per stage, any number of stages
 
 
 def actions_of(*stages: str) -> PipelineActions:
@@ -22,16 +24,22 @@ def tasks_of(*stages: str) -> Tasks:
     return tuple(tuple(map(Action.parse, stage.split())) for stage in stages)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("stages", range(1, 7))
 def test_schedules_pass_at_every_depth_and_count(name: str, stages: int) -> None:
-    check([lower(SCHEDULES[name](stages, micro_batches)) for micro_batches in range(13)])
+    check([lower(SCHEDULES[name](stages, micro_batches, 1)) for micro_batches in range(13)])
 
 
 def test_pipelines_of_unequal_depth_and_count_pass_together() -> None:
     check(
         [lower(one_f_one_b(4, 33)), lower(one_f_one_b(5, 31)), lower(gpipe(2, 1)), lower(one_f_one_b(3, 0))]
     )
+
+
+@pytest.mark.parametrize("chunks", range(2, 5))
+@pytest.mark.parametrize("stages", range(2, 7))
+def test_interleaved_passes_at_every_depth_and_count(stages: int, chunks: int) -> None:
+    check([lower(interleaved(stages, micro_batches, chunks)) for micro_batches in range(14)])
 
 
 def test_an_interleaved_order_passes() -> None:
@@ -77,7 +85,7 @@ def test_both_neighbours_sending_first_is_a_deadlock() -> None:
 def test_two_swapped_forwards_or_backwards_on_one_stage_are_found(seed: int) -> None:
     chooser = random.Random(seed)
     stages, micro_batches = chooser.randint(2, 6), chooser.randint(2, 12)
-    tasks = [list(stage) for stage in chooser.choice(list(SCHEDULES.values()))(stages, micro_batches)]
+    tasks = [list(stage) for stage in SCHEDULES[chooser.choice(PLAIN)](stages, micro_batches, 1)]
     stage, kind = chooser.randrange(stages), chooser.choice("FB")
     a, b = chooser.sample([i for i, action in enumerate(tasks[stage]) if action.kind == kind], 2)
     tasks[stage][a], tasks[stage][b] = tasks[stage][b], tasks[stage][a]
@@ -90,7 +98,7 @@ def test_any_shuffle_is_refused_exactly_when_a_message_by_message_run_hangs(seed
     chooser = random.Random(seed)
     tasks = [
         list(stage)
-        for stage in chooser.choice(list(SCHEDULES.values()))(chooser.randint(1, 5), chooser.randint(1, 6))
+        for stage in SCHEDULES[chooser.choice(PLAIN)](chooser.randint(1, 5), chooser.randint(1, 6), 1)
     ]
     for _ in range(chooser.randint(1, 4)):
         order = chooser.choice(tasks)
@@ -138,7 +146,7 @@ def finishes(actions: PipelineActions, chooser: random.Random) -> bool:
 @pytest.mark.parametrize("seed", range(40))
 def test_a_dropped_message_end_is_found(seed: int) -> None:
     chooser = random.Random(seed)
-    lowered = lower(chooser.choice(list(SCHEDULES.values()))(chooser.randint(2, 6), chooser.randint(1, 12)))
+    lowered = lower(SCHEDULES[chooser.choice(PLAIN)](chooser.randint(2, 6), chooser.randint(1, 12), 1))
     stages = [list(steps) for steps in lowered.stages]
     stage = chooser.randrange(len(stages))
     number = chooser.choice([i for i, step in enumerate(stages[stage]) if isinstance(step, Batch)])

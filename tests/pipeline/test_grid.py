@@ -2,7 +2,7 @@
 
 from hetero_megatron.pipeline.grid import grid, render
 from hetero_megatron.pipeline.lower import lower
-from hetero_megatron.pipeline.schedule import gpipe, one_f_one_b
+from hetero_megatron.pipeline.schedule import gpipe, interleaved, one_f_one_b
 
 
 def test_two_pipelines_are_printed_aligned_in_time() -> None:
@@ -38,3 +38,11 @@ def test_stage_numbers_are_aligned_and_remarks_follow() -> None:
     lines = render([[] for _ in range(11)], ["stop"]).splitlines()
     assert lines[0] == "stage  0 |  stop"
     assert lines[10] == "stage 10 |"
+
+
+def test_the_chunks_of_an_interleaved_pipeline_are_told_apart() -> None:
+    assert grid([lower(interleaved(2, 2, 2))], backward_ticks=1) == (
+        "pipeline 0: 2 stages of 2 chunks, 2 micro-batches, bubble 20%\n"
+        "stage 0 | F0   F1   F0.1 F1.1 .    B0.1 .    B1.1 B0   B1\n"
+        "stage 1 | .    F0   F1   F0.1 B0.1 F1.1 B1.1 B0   B1   ."
+    )

@@ -6,8 +6,11 @@ import pytest
 
 from hetero_megatron.pipeline.action import Action, Batch
 from hetero_megatron.pipeline.boundary import Boundaries
+from hetero_megatron.pipeline.dry_run import dry_run
 from hetero_megatron.pipeline.lower import PipelineActions, lower
-from hetero_megatron.pipeline.schedule import SCHEDULES, one_f_one_b
+from hetero_megatron.pipeline.schedule import SCHEDULES, interleaved, one_f_one_b
+
+PLAIN = ("gpipe", "1f1b")  # one chunk per stage, any number of stages
 
 
 def test_1f1b_exchanges_forward_and_backward_in_one_batch() -> None:
@@ -50,11 +53,11 @@ def messages(
     return dict(sent), dict(received)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PLAIN)
 def test_messages_between_two_stages_have_one_order(name: str) -> None:
     for stages in range(1, 7):
         for micro_batches in range(13):
-            sent, received = messages(lower(SCHEDULES[name](stages, micro_batches)))
+            sent, received = messages(lower(SCHEDULES[name](stages, micro_batches, 1)))
             assert sent == received
 
 
@@ -78,7 +81,46 @@ def test_a_batch_holds_at_most_one_send_and_one_receive() -> None:
 def test_given_boundaries_are_used() -> None:
     tasks = (tuple(map(Action.parse, ("F0", "F0.1", "B0.1", "B0"))),) * 2
     v_shape = Boundaries((((0, 0), (1, 0)), ((1, 0), (1, 1)), ((1, 1), (0, 1))))
-    assert str(lower(tasks, v_shape)) == (
+    assert str(lower(tasks, v_shape, early=False)) == (
         "stage 0: F0 {SEND_F0 RECV_F0.1} F0.1 B0.1 {SEND_B0.1 RECV_B0} B0\n"
         "stage 1: {RECV_F0} F0 F0.1 {SEND_F0.1 RECV_B0.1} B0.1 B0 {SEND_B0}"
     )
+
+
+@pytest.mark.parametrize("chunks", range(2, 5))
+@pytest.mark.parametrize("stages", range(2, 7))
+def test_the_interleaved_schedule_sends_and_receives_in_one_order(stages: int, chunks: int) -> None:
+    for micro_batches in range(14):
+        sent, received = messages(lower(interleaved(stages, micro_batches, chunks)))
+        assert sent == received
+        lowered = sum(len(own) for own in sent.values())
+        assert lowered == 2 * micro_batches * (stages * chunks - 1)
+
+
+def test_with_several_chunks_an_input_is_received_when_it_is_sent() -> None:
+    """Stage 1 has F1.1's input before B0.1 and needs it after it."""
+    assert str(lower(interleaved(2, 2, 2))) == (
+        "stage 0: F0 {SEND_F0} F1 {SEND_F1 RECV_F0.1} F0.1 {SEND_F0.1 RECV_F1.1} F1.1 {SEND_F1.1} {RECV_B0.1} "
+        "B0.1 {SEND_B0.1} {RECV_B1.1} B1.1 {SEND_B1.1 RECV_B0} B0 {RECV_B1} B1\n"
+        "stage 1: {RECV_F0} F0 {SEND_F0 RECV_F1} F1 {SEND_F1 RECV_F0.1} F0.1 {RECV_F1.1} B0.1 {SEND_B0.1} F1.1 "
+        "{RECV_B0} B1.1 {SEND_B1.1} B0 {SEND_B0 RECV_B1} B1 {SEND_B1}"
+    )
+
+
+def test_early_receives_stay_out_of_one_chunk_unless_asked_for() -> None:
+    assert str(lower(one_f_one_b(2, 3), early=True)) == (
+        "stage 0: F0 {SEND_F0} F1 {SEND_F1} {RECV_B0} B0 F2 {SEND_F2 RECV_B1} B1 {RECV_B2} B2\n"
+        "stage 1: {RECV_F0} F0 {RECV_F1} B0 {SEND_B0} F1 B1 {SEND_B1 RECV_F2} F2 B2 {SEND_B2}"
+    )
+
+
+def test_early_receives_of_an_order_that_never_ends_are_left_to_check() -> None:
+    order = tuple(map(Action.parse, ("B0", "F0")))
+    assert lower((order, order), early=True) == lower((order, order))
+
+
+def test_several_chunks_can_be_received_late_where_asked_for() -> None:
+    tasks = interleaved(2, 4, 2)
+    assert lower(tasks) != lower(tasks, early=False)
+    assert dry_run(lower(tasks, early=False)).stuck == (0, 1)
+    assert dry_run(lower(tasks)).stuck == ()

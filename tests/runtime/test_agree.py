@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hetero_megatron.errors import RuntimeFailure
-from hetero_megatron.runtime.agree import agree_on_micro_batches
+from hetero_megatron.runtime.agree import agree_on_kernels, agree_on_micro_batches
 from hetero_megatron.runtime.batch import MicroBatch, Segments
 from hetero_megatron.runtime.world import Groups, World
 from tests.distributed.ranks import run_ranks
@@ -79,3 +79,25 @@ def test_the_same_tokens_cut_in_another_way_are_told_too(other: list[MicroBatch]
 def test_a_pipeline_of_one_rank_asks_nobody() -> None:
     world = World(3, (0, 1, 2, 3), torch.device("cpu"), None, None)  # type: ignore[arg-type]
     agree_on_micro_batches(PROGRAM, world, None, batches([4]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("other", ["apex", "torch"])
+def test_a_rank_with_another_kernel_is_told_on_every_rank(other: str) -> None:
+    def work(world: World) -> str:
+        try:
+            agree_on_kernels(
+                world, {"attention": "torch-sdpa", "adam": other if world.rank == 5 else "torch"}
+            )
+        except RuntimeFailure as error:
+            return str(error)
+        return ""
+
+    told_of = "" if other == "torch" else (
+        "kernels.adam: rank 2 has chosen torch, rank 5 has chosen apex; install the same libraries on all "
+        "machines, or name one kernel in the recipe"
+    )  # fmt: skip
+    assert run_ranks((2, 3, 5), work, 20) == dict.fromkeys((2, 3, 5), told_of)
+
+
+def test_a_run_of_one_rank_has_no_kernels_to_compare() -> None:
+    agree_on_kernels(World(3, (3,), torch.device("cpu"), None, None), {"adam": "torch"})  # type: ignore[arg-type]

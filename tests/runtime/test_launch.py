@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from hetero_megatron.errors import RuntimeFailure
 from hetero_megatron.runtime import launch
 from hetero_megatron.runtime.launch import Rendezvous, end_at_once, fork_ranks
+from hetero_megatron.runtime.world import World
+from tests.distributed.ranks import RanksFailed, run_ranks
 
 NEVER = 60.0
 
@@ -76,15 +79,49 @@ def test_a_refusal_of_the_library_is_one_line_without_a_traceback(capfd: pytest.
     assert capfd.readouterr().err == "error: rank 0 has 3, rank 1 has 2\n"
 
 
-def test_a_defect_names_the_process_and_keeps_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_defect_names_the_rank_and_keeps_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
     def main(rendezvous: Rendezvous) -> None:
         if rendezvous.index == 1:
             raise KeyError("weights")
 
     assert fork_ranks(2, main, 10) == 1
     told = capfd.readouterr().err
-    assert told.startswith("rank process 1 failed:\nTraceback")
+    assert told.startswith("rank 1 failed:\nTraceback")
     assert "KeyError: 'weights'" in told
+
+
+def test_messages_name_global_ranks_not_processes(capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 is idle, so process 1 is rank 2."""
+
+    def raises(rendezvous: Rendezvous) -> None:
+        if rendezvous.index == 1:
+            raise KeyError("weights")
+
+    def dies(rendezvous: Rendezvous) -> None:
+        if rendezvous.index == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert fork_ranks(3, raises, 10, ranks=(0, 2, 3)) == 1
+    assert capfd.readouterr().err.startswith("rank 2 failed:\nTraceback")
+    assert fork_ranks(3, dies, 10, ranks=(3, 0, 2)) == 137
+    assert capfd.readouterr().err.startswith("error: rank 3 was killed by SIGKILL: by someone")
+
+
+def test_peers_of_a_killed_rank_name_themselves_by_global_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    def work(world: World) -> None:
+        torch.distributed.all_reduce(torch.zeros(1))  # connections are made at first use
+        if world.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.distributed.all_reduce(torch.zeros(1))
+
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks((0, 2, 3), work, 20)
+    assert failed.value.code == 137
+    told = set(capfd.readouterr().err.splitlines())
+    assert {line.split(":")[1] for line in told} == {
+        " rank 3 was killed by SIGKILL",
+        *(f" rank {rank} has lost its connection to another one, which has ended" for rank in (0, 2)),
+    }
 
 
 def test_a_killed_rank_gives_128_plus_its_signal() -> None:
@@ -151,11 +188,11 @@ def test_when_not_all_ranks_can_be_started_the_first_ones_are_killed(
 ) -> None:
     fork, parent = launch._fork, os.getpid()
 
-    def fails_at_the_third(rendezvous: Rendezvous, main: Callable[[Rendezvous], None]) -> int:
+    def fails_at_the_third(rendezvous: Rendezvous, main: Callable[[Rendezvous], None], rank: int) -> int:
         if rendezvous.index == 2:
             pids(pid_files, 2)
             raise BlockingIOError("no more processes")
-        return fork(rendezvous, main)
+        return fork(rendezvous, main, rank)
 
     monkeypatch.setattr(launch, "_fork", fails_at_the_third)
     with pytest.raises(BlockingIOError):
@@ -217,7 +254,7 @@ def test_a_process_of_a_launcher_ends_at_once_on_an_error(capfd: pytest.CaptureF
         codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert codes == [1, 130, 1]
     told = capfd.readouterr().err
-    assert told.startswith("error: boom\nrank process 3 failed:\nTraceback")
+    assert told.startswith("error: boom\nrank 3 failed:\nTraceback")
     assert told.endswith("ZeroDivisionError: oh\n\n")
 
 
