@@ -12,6 +12,8 @@ from itertools import pairwise
 import torch
 
 from hetero_megatron.models.config import LlamaConfig
+from hetero_megatron.pipeline.action import Action
+from hetero_megatron.pipeline.schedule import Tasks
 from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS
 from hetero_megatron.strategy import Layers, Pipeline, Recompute, Stage, Strategy
@@ -49,7 +51,11 @@ def draw(seed: int) -> Case:
     rng = random.Random(f"strategy {seed}")
     config = _config(rng)
     strategy = _strategy(rng, config)
-    return Case(seed, config, strategy, _lengths(rng, strategy), _settings(rng), _bucket_elements(rng))
+    lengths, settings, bucket_elements = _lengths(rng, strategy), _settings(rng), _bucket_elements(rng)
+    if strategy.schedule != "interleaved" and _chance(rng, 20):
+        orders = tuple(_order(rng, len(each.stages), each.micro_batches) for each in strategy.pipelines)
+        strategy = replace(strategy, schedule="mine.csv", schedule_tasks=orders)
+    return Case(seed, config, strategy, lengths, settings, bucket_elements)
 
 
 def features(case: Case) -> frozenset[str]:
@@ -60,7 +66,10 @@ def features(case: Case) -> frozenset[str]:
     widest = max(stage.tensor_parallel_size for stage in stages)
     kinds = {stage.recompute_of(layer) for stage in stages for layer in stage.layer_numbers}
     found = {
-        plan.schedule: max(len(pipeline.stages) for pipeline in plan.pipelines) > 1,
+        "schedule of a file" if plan.schedule_tasks else plan.schedule: max(
+            len(pipeline.stages) for pipeline in plan.pipelines
+        )
+        > 1,
         plan.context_parallel: parts > 1,
         "three parts": parts == 3,
         "unequal parts": any(len(set(stage.tensor_parallel_sizes)) > 1 for stage in stages),
@@ -257,6 +266,26 @@ def _stage(
             drawn = [(rng.choice(("none", *kinds)), piece) for piece in pieces]
             recompute = tuple(Recompute(kind, piece) for kind, piece in drawn if kind != "none")
     return Stage(ranks, layers, tp, len(sizes), recompute, offload=_chance(rng, 20))
+
+
+def _order(rng: random.Random, stages: int, micro_batches: int) -> Tasks:
+    """Forwards and backwards of each stage as some execution might run them: anyone who can go next does."""
+    order: list[list[Action]] = [[] for _ in range(stages)]
+    forwards, backwards = [0] * stages, [0] * stages
+    for _ in range(2 * stages * micro_batches):
+        able = [
+            (kind, done, stage)
+            for stage in range(stages)
+            for kind, done, most in (
+                ("F", forwards, forwards[stage - 1] if stage else micro_batches),
+                ("B", backwards, backwards[stage + 1] if stage < stages - 1 else forwards[stage]),
+            )
+            if done[stage] < most
+        ]
+        kind, done, stage = rng.choice(able)
+        order[stage].append(Action(kind, done[stage]))
+        done[stage] += 1
+    return tuple(map(tuple, order))
 
 
 def _ranges(rng: random.Random, count: int, pieces: int) -> list[Layers]:

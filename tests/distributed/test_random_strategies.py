@@ -23,6 +23,7 @@ ALL = (
     "gpipe",
     "1f1b",
     "interleaved",
+    "schedule of a file",
     "ring",
     "ulysses",
     "three parts",
@@ -60,7 +61,7 @@ def test_every_feature_is_drawn_several_times_by_the_first_seeds() -> None:
 
 
 def test_a_strategy_that_is_drawn_fits_its_model() -> None:
-    for seed in range(2000):
+    for seed in range(500):
         case = draw(seed)
         plan = case.strategy
         plan.check(case.config.facts, range(max((*plan.ranks, *plan.idle_ranks)) + 1))
@@ -73,6 +74,8 @@ def test_a_random_strategy_trains_like_one_device(
     case = draw(strategy_seed)
     print(f"--strategies 1 --strategies-from {strategy_seed} draws\n{case}")
     monkeypatch.setattr(offload, "SMALLEST_OFFLOADED", 256)
+    # First, because torch.optim imports torch's compiler, which every rank would otherwise do by itself.
+    wanted = reference(case.steps, case.config, case.settings)
     computed: list[Action] = []
 
     def watch(session: Session) -> None:
@@ -93,7 +96,7 @@ def test_a_random_strategy_trains_like_one_device(
         collect=lambda session: computed,
         bucket_elements=case.bucket_elements,
     )
-    assert_parity(found, reference(case.steps, case.config, case.settings))
+    assert_parity(found, wanted)
     valid = [sum(length - 1 for length in step) for step in case.lengths]
     assert [result.valid_tokens for result in found.results] == valid
     program = build(Llama(case.config), case.strategy)
