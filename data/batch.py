@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hetero_megatron.data.rows import Piece
 from hetero_megatron.errors import DataError
-from hetero_megatron.runtime.batch import IGNORE, MicroBatch, Segments
+from hetero_megatron.runtime.batch import IGNORE, MicroBatch, Segments, on_device
 
 PAD = 0
 
@@ -41,7 +41,7 @@ def pack(pieces: Iterable[Piece], multiple: int = 1, device: torch.device | str 
     tokens_T = _joined([piece.tokens_T for piece in kept], padding, PAD)
     targets_T = _joined([piece.targets_T for piece in kept], padding, IGNORE)
     segments = Segments.of_lengths((*lengths, padding) if padding else tuple(lengths), device)
-    return MicroBatch(tokens_T.to(device), targets_T.to(device), segments)
+    return MicroBatch(on_device(tokens_T, device), on_device(targets_T, device), segments)
 
 
 def _joined(parts: list[NDArray[np.int64]], padding: int, filler: int) -> torch.Tensor:

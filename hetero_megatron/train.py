@@ -131,7 +131,8 @@ def _kernels(recipe: Recipe, config: LlamaConfig, device: str) -> Kernels:
         )
     adam_device = "cpu" if strategy.offload_optimizer else device
     dtype, facts = DTYPES[recipe.training.precision], Facts(config.head_size)
-    return choose_all(recipe.kernels.model_dump(), device, dtype, facts, adam_device)
+    optimizer = recipe.training.optimizer
+    return choose_all(recipe.kernels.model_dump(), device, dtype, facts, adam_device, optimizer)
 
 
 def _device_type(program: Program) -> str:
@@ -303,6 +304,8 @@ def _announce(run: Run) -> None:
     console = Console()
     console.print(strategy_table(run.program.strategy))
     console.print(str(run.kernels), soft_wrap=True, markup=False, highlight=False)
+    if run.kernels.adam is None:
+        console.print(f"optimizer: {run.settings.name}", highlight=False)
     if run.program.strategy.has_ring:
         console.print("ring attention, where cp > 1: torch's kernels block by block", highlight=False)
 

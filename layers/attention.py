@@ -17,7 +17,7 @@ from hetero_megatron.layers.layer import Layer
 from hetero_megatron.layers.per_batch import PerBatch
 from hetero_megatron.layers.ring_attention import ring_attention
 from hetero_megatron.layers.ulysses import ulysses_attention
-from hetero_megatron.runtime.batch import Segments
+from hetero_megatron.runtime.batch import Segments, on_device
 
 
 class Attention(Layer):
@@ -49,8 +49,9 @@ class Attention(Layer):
         q_THK = q_TC.view(tokens, width // head_dim, head_dim)
         k_THK, v_THK = (x_TC.view(tokens, kv_width // head_dim, head_dim) for x_TC in (k_TC, v_TC))
         group, share = self.binding.context if self.binding else None, segments.context
-        if group is None or share is None:
+        if group is None:
             return self._whole(q_THK, k_THK, v_THK, segments).view(tokens, width)
+        assert share is not None, "a context-parallel part is given segments that were cut for it"
         if group.mode == "ring":
             return ring_attention(q_THK, k_THK, v_THK, share, group).view(tokens, width)
         return ulysses_attention(q_THK, k_THK, v_THK, share, group, self._whole).view(tokens, width)
@@ -65,6 +66,7 @@ def document_borders() -> PerBatch[Tensor]:
     """Ends of the non-empty documents as a device tensor, one object for all layers of a model."""
 
     def make(segments: Segments, device: torch.device, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([0, *(end for _, end in documents(segments))], dtype=dtype, device=device)
+        ends = [0, *(end for _, end in documents(segments))]
+        return on_device(torch.tensor(ends, dtype=dtype), device)
 
     return PerBatch(make)

@@ -14,7 +14,18 @@ FLOORS: tuple[
     [("comm",)],
     [("graph",)],
     [("pipeline",)],
-    [("strategy", "layout", "program", "switch_plan", "recompute", "activations", "memory")],
+    [
+        (
+            "strategy",
+            "strategy_check",
+            "layout",
+            "program",
+            "switch_plan",
+            "recompute",
+            "activations",
+            "memory",
+        )
+    ],
     [("runtime",)],
     [("layers",), ("data",)],
     [("models",)],

@@ -97,7 +97,7 @@ def _cells(each: RankMemory, unit: int) -> tuple[str, ...]:
 
 def _table(rows: Sequence[Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("ranks", overflow="fold", min_width=5)
+    table.add_column("ranks", overflow="fold", min_width=6)
     columns = (
         "stage",
         "flight",

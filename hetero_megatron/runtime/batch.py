@@ -15,6 +15,17 @@ if TYPE_CHECKING:
 IGNORE = -100
 
 
+def on_device(made: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor that was made on the host, on `device`; for a GPU it is copied while the host goes on.
+
+    An ordinary copy to a GPU waits until everything before it is done, which is once per micro-batch too often.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return made.to(device)
+    return made.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Segments:
     """Documents inside a packed micro-batch: position of every token, and where each document ends.
@@ -34,7 +45,7 @@ class Segments:
         for length in lengths:
             ends.append(ends[-1] + length)
         positions = [torch.arange(length) for length in lengths] or [torch.zeros(0, dtype=torch.int64)]
-        return Segments(torch.cat(positions).to(device), tuple(ends))
+        return Segments(on_device(torch.cat(positions), device), tuple(ends))
 
     @property
     def tokens(self) -> int:
@@ -51,6 +62,6 @@ class MicroBatch:
     segments: Segments
 
     @property
-    def valid_tokens(self) -> int:
-        """Number of targets that count in the loss."""
-        return int((self.targets_T != IGNORE).sum())
+    def valid_tokens(self) -> Tensor:
+        """Number of targets that count in the loss, a scalar on the device: to read it is to wait for the device."""
+        return (self.targets_T != IGNORE).sum()

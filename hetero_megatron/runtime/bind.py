@@ -21,14 +21,14 @@ from hetero_megatron.runtime.boundary import Boundary
 from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.context import ContextLayout
 from hetero_megatron.runtime.context_group import ContextGroup, WorldChannel
+from hetero_megatron.runtime.deferred import Deferred
+from hetero_megatron.runtime.exchange import all_reduce
 from hetero_megatron.runtime.offload import Offload
 from hetero_megatron.runtime.recompute import generate_recomputed
 from hetero_megatron.runtime.slices import Shape
 from hetero_megatron.runtime.stage import EdgeReduce, Reshards, StageRun
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS, ParameterSlot, Placement, State, lay_out
 from hetero_megatron.runtime.world import Groups, World
-
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 @dataclass
@@ -66,6 +66,7 @@ class BoundStage:
         self.world, self.clock, self.dtype = world, clock, dtype
         self._kernels = kernels
         self._program, self._groups = program, groups
+        self._deferred = Deferred()
         executable = program.executable(world.rank)
         self.constraints = executable.constraints
         self._layout = self._context_layout()
@@ -131,7 +132,7 @@ class BoundStage:
         A tied parameter is one shard in every layer that uses it, whichever layer it is named after.
         """
         plans = {reshard.name: reshard for reshard in executable.reshards}
-        reshards = Reshards(self.world.rank, self._groups, self.clock)
+        reshards = Reshards(self.world.rank, self._groups, self.clock, self._deferred)
         slots = {slot.name: slot for slot in self.state.parameter_slots}
         for node in (node for chunk in executable.chunks for node in chunk.nodes if node.module):
             module = modules[node.module]
@@ -165,7 +166,9 @@ class BoundStage:
             ranks = next((group for group in split_groups(annotation, 1) if self.world.rank in group), ())
             if ranks:
                 reductions[factor] = _reducer(self._groups[ranks], self.clock)
-        return Binding(node.name, bounds, shapes, reductions, self._kernels, self._context(node))
+        return Binding(
+            node.name, bounds, shapes, reductions, self._kernels, self._context(node), self._deferred.add
+        )
 
     def _context(self, node: Node) -> ContextGroup | None:
         """For a layer whose tokens look at one another; its second operand is what other parts send."""
@@ -191,7 +194,8 @@ class BoundStage:
         stage = self._program.stage(self.world.rank)
         runs = recomputed_runs(chunk.nodes, stage.recompute_of)
         module, inputs = generate_recomputed(chunk.nodes, chunk.inputs, sources, modules, edges, runs)
-        return StageRun(module, inputs, not chunk.outputs, self._offload if stage.offload else None)
+        offload = self._offload if stage.offload else None
+        return StageRun(module, inputs, not chunk.outputs, offload, self._deferred)
 
     def _ports(self, executable: ExecutableGraph, names: Sequence[str]) -> list[_Port]:
         reshards = {reshard.name: reshard for reshard in executable.reshards}
@@ -323,7 +327,7 @@ def _wait(handles: Sequence[dist.Work]) -> None:
 def _reducer(group: dist.ProcessGroup, clock: Clock) -> Callable[[Tensor, str], Tensor]:
     def reduce(tensor: Tensor, op: str) -> Tensor:
         at = time.perf_counter()
-        dist.all_reduce(tensor, _OPERATIONS[op], group=group)
+        all_reduce(tensor, group, op)
         clock.add("communication", at)
         return tensor
 

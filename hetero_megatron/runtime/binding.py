@@ -23,6 +23,7 @@ class Binding:
         reductions: per split factor, the in-place all-reduce over the ranks that hold its other parts.
         kernels: the run's choice by operator (`attention`, `rms_norm`, `cross_entropy`); one left out is torch's.
         context: how tokens of other context-parallel parts are reached, for a layer whose tokens look at others.
+        later: takes work that need not be done before the end of the backward pass; None: do it at once.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Binding:
     reductions: Mapping[str, Callable[[Tensor, str], Tensor]] = field(default_factory=dict)
     kernels: Kernels = field(default_factory=dict)
     context: ContextGroup | None = None
+    later: Callable[[Callable[[], object]], None] | None = None
 
     def all_reduce(self, factor: str, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` in place over the ranks that share a split of `factor`; nothing where it is whole."""

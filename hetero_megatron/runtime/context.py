@@ -14,7 +14,7 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch import Tensor
 
-from hetero_megatron.runtime.batch import IGNORE, MicroBatch, Segments
+from hetero_megatron.runtime.batch import IGNORE, MicroBatch, Segments, on_device
 
 PAD = 0
 Rows = slice | Tensor
@@ -43,6 +43,11 @@ class Chunk:
         return self.offset + self.end - self.start
 
 
+def _numbers(spans: Sequence[Span]) -> Tensor:
+    """The numbers of all spans, one span after the other."""
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(lo, hi) for lo, hi in spans)])
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """The tokens of one context-parallel part: its chunks that are not empty, in order, then padding."""
@@ -56,9 +61,9 @@ class Part:
         return self.chunks[-1].local_end if self.chunks else 0
 
     @property
-    def index(self) -> list[int]:
+    def index(self) -> Tensor:
         """Place in the packed order of every real token."""
-        return [token for chunk in self.chunks for token in range(chunk.start, chunk.end)]
+        return _numbers([(chunk.start, chunk.end) for chunk in self.chunks])
 
     def documents(self) -> dict[int, Span]:
         """Local rows of each document that has any here."""
@@ -80,7 +85,7 @@ def share(cu_seqlens: Sequence[int], shares: Sequence[int], multiples: Sequence[
     chunks, the later one gets the odd token when the part's causal work so far is behind. Every part gets at
     least one unit of padding rather than no token at all, and no real token is left out.
 
-    >>> [part.index for part in share((0, 7), (1, 1), (1, 1))]
+    >>> [part.index.tolist() for part in share((0, 7), (1, 1), (1, 1))]
     [[0, 1, 5, 6], [2, 3, 4]]
     """
     count, whole = len(shares), sum(shares)
@@ -156,7 +161,9 @@ def _pairs(blocks: list[tuple[Span, Span]], device: torch.device) -> Pairs:
     runs = tuple((len(list(same)), *lengths) for lengths, same in groupby(blocks, key=size))
     q_ends = list(accumulate((size(block)[0] for block in blocks), initial=0))
     k_ends = list(accumulate((size(block)[1] for block in blocks), initial=0))
-    q_borders, k_borders = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in (q_ends, k_ends))
+    q_borders, k_borders = (
+        on_device(torch.tensor(ends, dtype=torch.int32), device) for ends in (q_ends, k_ends)
+    )
     q_rows, k_rows = (_rows([block[side] for block in blocks], device) for side in (0, 1))
     return Pairs(q_rows, k_rows, runs, q_ends[-1], k_ends[-1], q_borders, k_borders)
 
@@ -167,7 +174,7 @@ def _rows(spans: Sequence[Span], device: torch.device) -> Rows:
         return slice(0, 0)
     if all(before[1] == after[0] for before, after in pairwise(spans)):
         return slice(spans[0][0], spans[-1][1])
-    return torch.cat([torch.arange(lo, hi) for lo, hi in spans]).to(device)
+    return on_device(_numbers(spans), device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,7 +224,7 @@ class _Cut:
 
 
 def _taken(values_T: Tensor, cut: _Cut, filler: int) -> Tensor:
-    return torch.cat([values_T[cut.index.to(values_T.device)], values_T.new_full((cut.padding,), filler)])
+    return torch.cat([values_T[cut.index], values_T.new_full((cut.padding,), filler)])
 
 
 @lru_cache(maxsize=64)
@@ -230,11 +237,12 @@ def _cut(cu_seqlens: tuple[int, ...], layout: ContextLayout, device: torch.devic
     places = torch.empty(cu_seqlens[-1], dtype=torch.int64)
     first = 0
     for part in parts:
-        places[torch.tensor(part.index, dtype=torch.int64)] = torch.arange(first, first + part.real)
+        places[part.index] = torch.arange(first, first + part.real)
         first += part.tokens
     whole = Segments.of_lengths(tuple(hi - lo for lo, hi in pairwise(cu_seqlens)), device)
-    context = ContextShare(layout.part, parts, tuple(sees), tuple(seen_by), whole, places.to(device))
+    context = ContextShare(layout.part, parts, tuple(sees), tuple(seen_by), whole, on_device(places, device))
     ends = [0, *(end for _, end in own.documents().values())]
     padding = own.tokens - own.real
-    index = torch.tensor(own.index, dtype=torch.int64, device=device)
-    return _Cut(index, padding, tuple(ends if not padding else [*ends, own.tokens]), context)
+    return _Cut(
+        on_device(own.index, device), padding, tuple(ends if not padding else [*ends, own.tokens]), context
+    )

@@ -16,7 +16,7 @@ from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.world import World
 
 KEYS_TAG, GRADIENTS_TAG = 1 << 20, (1 << 20) + 1
-"""Pipeline messages have tags from 0 on, two per micro-batch; these lie beyond them."""
+"""Pipeline messages have tags from 0 on, and no two ranks exchange both: these tell keys from gradients."""
 
 Columns = tuple[int, int]
 Messages = Sequence[tuple[int, Tensor]]

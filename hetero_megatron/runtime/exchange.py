@@ -14,6 +14,7 @@ from torch import Tensor
 from hetero_megatron.annotation import Annotation
 from hetero_megatron.annotation.region import Bounds
 from hetero_megatron.comm.steps import Collective, CommPlan, Copy, Stage, Transfer
+from hetero_megatron.runtime import pair
 from hetero_megatron.runtime.slices import Shape, Slices, Tensors, count, covers, located, pack, unpack
 from hetero_megatron.runtime.world import Groups
 
@@ -28,6 +29,11 @@ An operation that returns a function is done when that function has run.
 # torch 2.13 gave these two a new name and warns about the old one.
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_PAIR_OPERATIONS: dict[str, pair.Combine] = {
+    "sum": Tensor.add_,
+    "max": lambda tensor, other: torch.maximum(tensor, other, out=tensor),
+}
 
 
 class Exchange:
@@ -189,18 +195,41 @@ def _after(work: dist.Work | None, then: Finish | None = None) -> Finish | None:
     return finish
 
 
+def all_reduce(
+    tensor: Tensor, group: dist.ProcessGroup, op: str = "sum", later: bool = False
+) -> Finish | None:
+    """Reduce a contiguous `tensor` in place by "sum" or "max"; with `later`, the function returned ends it."""
+    if pair.suits(group, tensor):
+        return _now(pair.all_reduce(tensor, group, _PAIR_OPERATIONS[op]), later)
+    return _after(dist.all_reduce(tensor, _OPERATIONS[op], group=group, async_op=later))
+
+
+def _now(finish: Finish, later: bool) -> Finish | None:
+    """Finish, unless it may be later."""
+    if later:
+        return finish
+    finish()
+    return None
+
+
 def _all_reduce(
     group: dist.ProcessGroup, reads: list[Slices], writes: list[Slices], whole: bool
 ) -> Operation:
     def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None, later: bool) -> Finish | None:
         if whole and flat is not None:
-            return _after(dist.all_reduce(flat, group=group, async_op=later))
+            return all_reduce(flat, group, later=later)
         if whole and len(inputs) == 1 and inputs[0] is outputs[0] and inputs[0].is_contiguous():
-            return _after(dist.all_reduce(inputs[0], group=group, async_op=later))
+            return all_reduce(inputs[0], group, later=later)
         buffer = pack(inputs, reads)
         buffer = buffer.clone() if len(inputs) == 1 else buffer
-        work = dist.all_reduce(buffer, group=group, async_op=later)
-        return _after(work, lambda: unpack(buffer, outputs, writes))
+        finish = all_reduce(buffer, group, later=True)
+        assert finish is not None, "what is started early has an end"
+
+        def spread() -> None:
+            finish()
+            unpack(buffer, outputs, writes)
+
+        return _now(spread, later)
 
     return run
 
@@ -223,6 +252,8 @@ def _reduce_scatter(
     def run_rows(inputs: Tensors, outputs: Tensors, flat: Tensor | None, later: bool) -> Finish | None:
         """Equal pieces of one contiguous tensor along dim 0: nothing to pack."""
         if inputs[0].is_contiguous() and outputs[0].is_contiguous():
+            if pair.suits(group, inputs[0]):
+                return _now(pair.reduce_scatter(outputs[0], inputs[0], group), later)
             return _after(_reduce_scatter_into(outputs[0], inputs[0], group=group, async_op=later))
         return run(inputs, outputs, flat, later)
 
@@ -251,7 +282,10 @@ def _all_gather(
     def run_rows(inputs: Tensors, outputs: Tensors, flat: Tensor | None, later: bool) -> Finish | None:
         """Equal pieces of one contiguous tensor along dim 0: nothing to unpack."""
         if outputs[0].is_contiguous():
-            return _after(_all_gather_into(outputs[0], inputs[0].contiguous(), group=group, async_op=later))
+            mine = inputs[0].contiguous()
+            if pair.suits(group, outputs[0]):
+                return _now(pair.all_gather(outputs[0], mine, group), later)
+            return _after(_all_gather_into(outputs[0], mine, group=group, async_op=later))
         return run(inputs, outputs, flat, later)
 
     return run_rows if rows else run

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -68,13 +69,47 @@ def fork_ranks(
         pids: list[int] = []
         try:
             for index, rank in enumerate(ranks):
-                pids.append(_fork(Rendezvous(index, count, store), main, rank))
+                with _interrupts_wait() as resume:
+                    pids.append(_fork(Rendezvous(index, count, store), main, rank, resume))
             return _reap(pids, ranks, timeout_s)
         finally:
             _kill(pids)
 
 
-def _fork(rendezvous: Rendezvous, main: Callable[[Rendezvous], None], rank: int) -> int:
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[Callable[[], None]]:
+    """An interrupt that comes inside is raised at its end, or when the function that is given has run.
+
+    Between a fork and the note of its process id, an exception would leave a rank behind. Blocking the signal would
+    not do: another thread could still take it, and Python raises it in the main thread.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        yield _nothing  # only the main thread is interrupted, and only by a handler of Python's
+        return
+    waiting: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: waiting.append(number))
+
+    def resume() -> None:
+        signal.signal(signal.SIGINT, handler)
+        if waiting:
+            waiting.clear()
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        yield resume
+    finally:
+        resume()
+
+
+def _nothing() -> None:
+    """No interrupt was held back."""
+
+
+def _fork(
+    rendezvous: Rendezvous, main: Callable[[Rendezvous], None], rank: int, resume: Callable[[], None]
+) -> int:
+    """Process id of a rank that runs `main`; `resume` is called in it when it can be interrupted."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -87,6 +122,7 @@ def _fork(rendezvous: Rendezvous, main: Callable[[Rendezvous], None], rank: int)
             os._exit(1)
         use_batch_scheduling()
         with end_at_once(rank):
+            resume()
             main(rendezvous)
         sys.stdout.flush()
         code = 0

@@ -139,12 +139,15 @@ class Session:
         # Every tensor-parallel rank of a last stage has the same loss; one of them reports it.
         return loss_sum if self.program.reports_loss(self.world.rank) else torch.zeros_like(loss_sum)
 
-    def _valid_tokens(self, batches: Sequence[MicroBatch]) -> int:
-        return sum(b.valid_tokens for b in batches) if self.program.reports_loss(self.world.rank) else 0
+    def _valid_tokens(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """[1], FP64, on the device, which nobody waits for before the end of the step."""
+        count = torch.zeros(1, dtype=torch.float64, device=self.world.device)
+        for batch in batches if self.program.reports_loss(self.world.rank) else ():
+            count += batch.valid_tokens
+        return count
 
-    def _finish(self, loss_sum: Tensor, valid: int, began: float, skip_nonfinite: bool) -> StepResult:
+    def _finish(self, loss_sum: Tensor, count: Tensor, began: float, skip_nonfinite: bool) -> StepResult:
         """Agree on the step's numbers, then update everywhere or nowhere."""
-        count = torch.tensor([float(valid)], dtype=torch.float64, device=self.world.device)
         if self.gradient_hook is not None:
             (divisor,) = self._all_sum(count.clone())
             for slot in self.state.slots:

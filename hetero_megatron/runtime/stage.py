@@ -17,6 +17,7 @@ from hetero_megatron.comm.steps import CommPlan, Copy
 from hetero_megatron.graph.nodes import Node
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.clock import Clock
+from hetero_megatron.runtime.deferred import Deferred
 from hetero_megatron.runtime.exchange import Exchange
 from hetero_megatron.runtime.offload import Offload, Trip
 from hetero_megatron.runtime.slices import Shape
@@ -32,17 +33,20 @@ INPUTS: Mapping[str, Callable[[MicroBatch], Any]] = {
 class ShapedExchange:
     """An activation Reshard that stays inside its group: one compiled Exchange per shape seen lately."""
 
-    def __init__(self, plan: CommPlan, rank: int, groups: Groups, clock: Clock) -> None:
+    def __init__(self, plan: CommPlan, rank: int, groups: Groups, clock: Clock, deferred: Deferred) -> None:
         self.plan, self._rank, self._groups, self._clock = plan, rank, groups, clock
+        self._deferred = deferred
         self._exchange = lru_cache(maxsize=256)(self._compile)
 
     def _compile(self, shape: Shape) -> Exchange:
         return Exchange(self.plan, self._rank, self._groups, [full_shape(self.plan.src, self._rank, shape)])
 
     def __call__(self, shard: Tensor) -> Tensor:
-        """The shard in the destination layout."""
+        """The shard in the destination layout; what is deferred runs behind the exchange."""
         at = time.perf_counter()
-        result = self._exchange(tuple(shard.shape)).run([shard])[0]
+        finish = self._exchange(tuple(shard.shape)).start([shard])
+        at += self._deferred.run()
+        result = finish()[0]
         self._clock.add("communication", at)
         return result
 
@@ -81,11 +85,14 @@ class _Reshard(torch.autograd.Function):
 class Reshards:
     """Binds the Reshards of one rank; those with the same plan share what is compiled for it.
 
-    What they take is booked on `clock` as communication.
+    What they take is booked on `clock` as communication. `deferred` runs behind gradients' exchanges.
     """
 
-    def __init__(self, rank: int, groups: Groups, clock: Clock | None = None) -> None:
+    def __init__(
+        self, rank: int, groups: Groups, clock: Clock | None = None, deferred: Deferred | None = None
+    ) -> None:
         self._rank, self._groups, self._clock = rank, groups, clock or Clock()
+        self._deferred = deferred or Deferred()
         self._by_plan: dict[int, ShapedExchange] = {}
 
     def bind(self, forward: CommPlan | None, backward: CommPlan | None) -> Callable[[Tensor], Tensor] | None:
@@ -105,7 +112,9 @@ class Reshards:
             return None
         # Plans are resolved once per pair of annotations, so the same plan is the same object.
         if id(plan) not in self._by_plan:
-            self._by_plan[id(plan)] = ShapedExchange(plan, self._rank, self._groups, self._clock)
+            self._by_plan[id(plan)] = ShapedExchange(
+                plan, self._rank, self._groups, self._clock, self._deferred
+            )
         return self._by_plan[id(plan)]
 
 
@@ -185,9 +194,16 @@ class StageRun:
     """One chunk's passes over micro-batches; holds what a micro-batch needs between F and B."""
 
     def __init__(
-        self, module: fx.GraphModule, inputs: tuple[str, ...], ends: bool, offload: Offload | None = None
+        self,
+        module: fx.GraphModule,
+        inputs: tuple[str, ...],
+        ends: bool,
+        offload: Offload | None = None,
+        deferred: Deferred | None = None,
     ) -> None:
+        """`deferred`: what a backward pass may leave to its end."""
         self.module, self.inputs, self.ends, self._offload = module, inputs, ends, offload
+        self._deferred = deferred or Deferred()
         self._saved: dict[int, _InFlight] = {}
 
     def forward(self, number: int, batch: MicroBatch, received: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -216,6 +232,7 @@ class StageRun:
         if held.trip is not None:
             held.trip.start_back()
         torch.autograd.backward(held.ends, None if self.ends else list(gradients))
+        self._deferred.run()
         return tuple(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in held.leaves)
 
     @property

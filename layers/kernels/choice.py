@@ -58,17 +58,21 @@ def choose(
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The choices of one run, in the order in which they are printed; nothing is loaded yet."""
+    """The choices of one run, in the order in which they are printed; nothing is loaded yet.
+
+    `adam` is None where the optimizer is another one.
+    """
 
     attention: Choice
     rms_norm: Choice
     cross_entropy: Choice
-    adam: Choice
+    adam: Choice | None
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """One per operator."""
-        return (self.attention, self.rms_norm, self.cross_entropy, self.adam)
+        """One per operator that the run has."""
+        layers = (self.attention, self.rms_norm, self.cross_entropy)
+        return layers if self.adam is None else (*layers, self.adam)
 
     @property
     def names(self) -> dict[str, str]:
@@ -100,21 +104,30 @@ def choose_all(
     dtype: torch.dtype,
     facts: Facts,
     optimizer_device_type: str | None = None,
+    optimizer: str = "adam",
 ) -> Kernels:
     """The kernels of a run; `wanted` gives a name or `auto` for each operator, `auto` where it says nothing.
 
-    Optimizer states in host memory are updated there: `optimizer_device_type` is then `cpu`.
+    Optimizer states in host memory are updated there: `optimizer_device_type` is then `cpu`. An `optimizer` other
+    than adam has no kernel to choose.
 
     Raises:
-        LayerError: one that is wanted cannot run here.
+        LayerError: one that is wanted cannot run here, or is an Adam for another optimizer.
     """
-    devices = {"adam": optimizer_device_type or device_type}
-    return Kernels(
-        **{
-            op: choose(op, wanted.get(op, AUTO), devices.get(op, device_type), dtype, facts)
-            for op in ("attention", "rms_norm", "cross_entropy", "adam")
-        }
-    )
+    layers = {
+        op: choose(op, wanted.get(op, AUTO), device_type, dtype, facts)
+        for op in ("attention", "rms_norm", "cross_entropy")
+    }
+    adam = wanted.get("adam", AUTO)
+    if optimizer == "adam":
+        return Kernels(
+            **layers, adam=choose("adam", adam, optimizer_device_type or device_type, dtype, facts)
+        )
+    if adam != AUTO:
+        raise LayerError(
+            f"kernels.adam: {adam} is named and the optimizer is {optimizer}; leave it auto, or use optimizer adam"
+        )
+    return Kernels(**layers, adam=None)
 
 
 def _loaded(kernel: Kernel) -> Callable[..., Any]:

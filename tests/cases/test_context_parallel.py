@@ -55,7 +55,7 @@ class Logits:
 
         def hook(head: torch.nn.Module, inputs: object, logits_TV: Tensor) -> None:
             share = queue.pop(0)
-            index = share.parts[share.part].index
+            index = share.parts[share.part].index.tolist()
             self.found.append((index, first, logits_TV[: len(index)].detach().clone()))
 
         (first,) = (s.bounds[0][0] for s in session.state.parameter_slots if s.name == "head.weight")
@@ -167,8 +167,8 @@ def test_documents_shorter_than_the_ranks_train(lengths: tuple[int, ...], mode: 
 # Each part divides by its own count, or the count misses parts (O-20).
 
 LONG = sequences(12, 32, seed=3)
-FIRST = context.share((0, 32), (1, 1), (1, 1))[0].index
-SECOND = context.share((0, 32), (1, 1), (1, 1))[1].index
+FIRST = context.share((0, 32), (1, 1), (1, 1))[0].index.tolist()
+SECOND = context.share((0, 32), (1, 1), (1, 1))[1].index.tolist()
 
 
 @MODES
@@ -235,7 +235,7 @@ def test_packed_gradients_are_those_of_separate_rows(mode: str) -> None:
         batch = micro_batch((document,))
         total, count = (
             total + model(batch.tokens_T, batch.targets_T, batch.segments),
-            count + batch.valid_tokens,
+            count + int(batch.valid_tokens),
         )
     (total / count).backward()
     assert found.losses[0] == pytest.approx(total.item() / count, rel=1e-5)

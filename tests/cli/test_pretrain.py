@@ -107,6 +107,31 @@ def test_a_kernel_that_is_asked_for_and_cannot_run_is_refused_before_anything_st
     )
 
 
+def test_an_attention_kernel_is_not_passed_over_in_silence_by_the_ring(unstarted: None, recipe: str) -> None:
+    shared = f"{PIPELINES}=[{{micro_batches: 3, micro_batch_size: 1, stages: [{{ranks: 0-1, layers: 0-1, cp: 2}}]}}]"
+    assert refusal("pretrain", recipe, shared, "kernels.attention=torch-sdpa") == (
+        f"{recipe}: kernels.attention: torch-sdpa has no ring form, and pipelines with cp > 1 would pass it over; "
+        "leave it auto, or use context_parallel ulysses"
+    )
+
+
+def test_an_adam_kernel_is_refused_where_the_optimizer_is_another_one(unstarted: None, recipe: str) -> None:
+    assert refusal("pretrain", recipe, "training.optimizer=sgd", "kernels.adam=torch") == (
+        f"{recipe}: kernels.adam: torch is named and the optimizer is sgd; leave it auto, or use optimizer adam"
+    )
+
+
+def test_a_run_with_sgd_says_so_and_names_no_adam(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "fork_ranks", lambda *_, **__: 0)
+    assert train.pretrain(train.prepare(train.load_recipe(recipe, ["training.optimizer=sgd"]))) == 0
+    told = capsys.readouterr().out
+    assert "kernels: attention torch-sdpa, rms_norm torch, cross_entropy torch\n" in told
+    assert "\noptimizer: sgd\n" in told
+    assert "adam" not in told
+
+
 def test_a_run_shows_its_strategy_its_steps_and_a_summary(shown: str, recipe: str) -> None:
     lines = shown.splitlines()
     assert lines[0].strip() == "strategy"

@@ -1,5 +1,6 @@
 """Which kernel is chosen, and in which words another one is refused."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hetero_megatron.errors import LayerError
 from hetero_megatron.layers.kernels import KERNELS, Facts, Kernel, choose, choose_all
 from hetero_megatron.layers.kernels import kernel as kernel_module
-from hetero_megatron.layers.kernels.kernel import needs
+from hetero_megatron.layers.kernels.kernel import Choice, needs
 from hetero_megatron.recipe_sections import KernelsSection
 
 FACTS = Facts(64)
@@ -77,6 +78,16 @@ def test_states_in_host_memory_are_updated_by_a_kernel_of_the_cpu() -> None:
         choose_all({"adam": "apex"}, "cuda", torch.float32, FACTS, "cpu")
 
 
+def test_another_optimizer_has_no_adam_to_choose() -> None:
+    chosen = choose_all({"adam": "auto"}, "cpu", torch.float32, FACTS, optimizer="sgd")
+    assert "adam" not in chosen.names
+    assert "adam" not in chosen.load()
+    with pytest.raises(
+        LayerError, match=r"^kernels\.adam: apex is named and the optimizer is sgd; leave it auto"
+    ):
+        choose_all({"adam": "apex"}, "cuda", torch.float32, FACTS, optimizer="sgd")
+
+
 HERE, GONE = ("json", "torch"), {"install": "make it"}
 
 
@@ -127,8 +138,8 @@ def test_a_library_that_does_not_load_is_refused_by_name(error: Exception) -> No
         raise error
 
     chosen = choose_all({}, "cpu", torch.float32, FACTS)
-    broken = Kernel("adam", "k0", needs(), load)  # type: ignore[arg-type]
-    kernels = type(chosen)(chosen.attention, chosen.rms_norm, chosen.cross_entropy, type(chosen.adam)(broken))
+    broken = Choice(Kernel("adam", "k0", needs(), load))  # type: ignore[arg-type]
+    kernels = replace(chosen, adam=broken)
     with pytest.raises(
         LayerError, match=rf"kernels\.adam: k0 is installed but cannot be loaded: {error}; repair"
     ):

@@ -65,7 +65,7 @@ def in_parts(
         own = ContextLayout(part, sizes, sizes).cut(batch)
         context = own.segments.context
         assert context is not None
-        index = torch.tensor(context.parts[part].index, dtype=torch.int64)
+        index = context.parts[part].index
         heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
         local = []
         for value, count in zip(values, heads, strict=True):

@@ -25,7 +25,7 @@ def some_lengths(seed: int) -> tuple[int, ...]:
 def work(parts: tuple[Part, ...], cu_seqlens: tuple[int, ...]) -> list[int]:
     """Query-key pairs of each part's queries."""
     seen = [at - start + 1 for start, end in pairwise(cu_seqlens) for at in range(start, end)]
-    return [sum(seen[token] for token in part.index) for part in parts]
+    return [sum(seen[token] for token in part.index.tolist()) for part in parts]
 
 
 @pytest.mark.parametrize("shares", SHARES)
@@ -34,9 +34,9 @@ def test_every_token_is_on_one_part_in_document_order(shares: tuple[int, ...], s
     cu_seqlens = borders(some_lengths(seed))
     multiples = (4, 1, 2, 3)[: len(shares)]
     parts = share(cu_seqlens, shares, multiples)
-    assert sorted(token for part in parts for token in part.index) == list(range(cu_seqlens[-1]))
+    assert sorted(token for part in parts for token in part.index.tolist()) == list(range(cu_seqlens[-1]))
     for part, multiple in zip(parts, multiples, strict=True):
-        assert part.index == sorted(part.index)
+        assert part.index.tolist() == sorted(part.index.tolist())
         assert [chunk.offset for chunk in part.chunks] == [
             sum(c.end - c.start for c in part.chunks[:at]) for at in range(len(part.chunks))
         ]
@@ -100,7 +100,7 @@ def _numbers(rows: Rows) -> list[int]:
 
 
 def _meetings(pairs: Pairs, queries: Part, keys: Part, causal: bool) -> list[tuple[int, int]]:
-    q_index, k_index = queries.index, keys.index
+    q_index, k_index = queries.index.tolist(), keys.index.tolist()
     q_rows, k_rows = _numbers(pairs.q_rows), _numbers(pairs.k_rows)
     assert (len(q_rows), len(k_rows)) == (pairs.queries, pairs.keys)
     found, q_at, k_at = [], 0, 0
@@ -123,7 +123,7 @@ def test_equal_documents_are_one_run_of_blocks() -> None:
 def test_a_part_holds_its_own_tokens_targets_and_positions_and_pads_without_target() -> None:
     batch = micro_batch([document[:n] for document, n in zip(sequences(2), (7, 4), strict=True)])
     own = ContextLayout(1, (1, 1), (4, 4)).cut(batch)
-    index = share((0, 7, 11), (1, 1), (4, 4))[1].index
+    index = share((0, 7, 11), (1, 1), (4, 4))[1].index.tolist()
     padding = [0] * (-len(index) % 4)
     assert padding
     assert own.tokens_T.tolist() == batch.tokens_T[index].tolist() + padding

@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -183,16 +185,68 @@ def test_an_interrupt_of_the_parent_kills_the_ranks_and_goes_on(pid_files: Path)
     assert all(gone(pid, 0.1) for pid in pids(pid_files, 2))
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_interrupt_just_after_a_fork_leaves_no_rank_behind(
+    at: int, pid_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork, forked = os.fork, []
+
+    def interrupted() -> int:
+        pid = fork()
+        if pid:
+            forked.append(pid)
+            pids(pid_files, len(forked))
+            if len(forked) == at + 1:
+                os.kill(os.getpid(), signal.SIGINT)
+        return pid
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fork_ranks(2, noted(pid_files, lambda _: time.sleep(NEVER)), 30)
+    assert len(forked) == at + 1
+    assert all(gone(pid, 0.1) for pid in forked)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_rank_that_is_interrupted_while_it_starts_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = os.fork
+
+    def interrupted() -> int:
+        pid = fork()
+        if not pid:
+            os.kill(os.getpid(), signal.SIGINT)
+        return pid
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    assert fork_ranks(1, lambda _: time.sleep(NEVER), 30) == 130
+
+
+def test_a_rank_can_be_interrupted_while_it_works() -> None:
+    def main(_: Rendezvous) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(NEVER)
+
+    assert fork_ranks(1, main, 30) == 130
+
+
+def test_ranks_can_be_started_from_another_thread() -> None:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(fork_ranks(2, lambda _: None, 30)))
+    thread.start()
+    thread.join(30)
+    assert codes == [0]
+
+
 def test_when_not_all_ranks_can_be_started_the_first_ones_are_killed(
     pid_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fork, parent = launch._fork, os.getpid()
 
-    def fails_at_the_third(rendezvous: Rendezvous, main: Callable[[Rendezvous], None], rank: int) -> int:
+    def fails_at_the_third(rendezvous: Rendezvous, *arguments: Any) -> int:
         if rendezvous.index == 2:
             pids(pid_files, 2)
             raise BlockingIOError("no more processes")
-        return fork(rendezvous, main, rank)
+        return fork(rendezvous, *arguments)
 
     monkeypatch.setattr(launch, "_fork", fails_at_the_third)
     with pytest.raises(BlockingIOError):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hetero_megatron.errors import GraphError, RuntimeFailure
+from hetero_megatron.layers import cross_entropy, embedding
 from hetero_megatron.pipeline.action import Batch
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.session import Session
@@ -27,6 +28,7 @@ from tests.distributed.training import (
     strategy,
     train,
 )
+from tests.runtime.live import Live
 
 D0 = sequences(24)
 
@@ -120,3 +122,23 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks_alike_when_it_must_not_be_
         "iteration 1: gradient not finite on rank 2 (layers.3.wq.weight); no rank has updated its weights"
     )
     assert run_ranks(range(4), work, 30) == dict.fromkeys(range(4), (message, True))
+
+
+def test_more_micro_batches_do_not_wait_for_the_device_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read a number off a GPU is to wait for all that was queued before; ids are checked on the CPU only."""
+    for module in (embedding, cross_entropy):
+        monkeypatch.setattr(module, "check_ids", lambda *_: None)
+
+    def reads(count: int) -> int:
+        def work(world: World) -> int:
+            model = Llama(T0)
+            session = start(
+                model, build(model, strategy((count, 1, [stage("0", "0-3")]))), world, ADAM, torch.float32, 7
+            )
+            with Live() as watched:
+                session.step([micro_batch([row]) for row in D0[:count]])
+            return watched.calls.get("aten::_local_scalar_dense", 0)
+
+        return run_ranks(range(1), work, 30)[0]
+
+    assert reads(4) == reads(1)
