@@ -166,9 +166,10 @@ class BoundStage:
             ranks = next((group for group in split_groups(annotation, 1) if self.world.rank in group), ())
             if ranks:
                 reductions[factor] = _reducer(self._groups[ranks], self.clock)
-        return Binding(
-            node.name, bounds, shapes, reductions, self._kernels, self._context(node), self._deferred.add
-        )
+        # Without tensor parallelism there is nothing to wait for, and what is used at once is still in the cache.
+        waits = self._program.stage(self.world.rank).tensor_parallel_size > 1
+        later = self._deferred.add if waits else None
+        return Binding(node.name, bounds, shapes, reductions, self._kernels, self._context(node), later)
 
     def _context(self, node: Node) -> ContextGroup | None:
         """For a layer whose tokens look at one another; its second operand is what other parts send."""
