@@ -1,6 +1,6 @@
 """Top-tier collectives across subgroups: SplitAR, SplitRS and SplitAG (paper §5.2, Figures 9 and 10)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import product
 from math import lcm, prod
@@ -22,8 +22,9 @@ def split_collective(before: Annotation, after: Annotation) -> Phase:
 
     The tensor is cut into the least common multiple of the subgroups' cuts, and every slice is communicated
     once, by one holder per subgroup; other copies get the result from that holder in an in-place stage.
-    When all subgroups hold equally many copies, the j-th copies form a group of their own instead. When all
-    subgroups have the same states a slice is a whole shard and the operator is the plain AR, RS or AG.
+    When all subgroups hold equally many copies, the j-th copies form a group of their own instead, unless these
+    groups would add in different orders. When all subgroups have the same states a slice is a whole shard and the
+    operator is the plain AR, RS or AG.
     """
     kind, dim = _kind(before.hdim, after.hdim)
     slices = _slices(before)
@@ -32,8 +33,10 @@ def split_collective(before: Annotation, after: Annotation) -> Phase:
     copies = {states.parts(DUPLICATE) for states in before.states}
     for region, holders in slices:
         if len(copies) == 1:
-            found += [(ranks, region) for ranks in zip(*(held for held, _ in holders), strict=True)]
-            continue
+            groups = list(zip(*(held for held, _ in holders), strict=True))
+            if kind == "all_gather" or _add_alike(groups):
+                found += [(ranks, region) for ranks in groups]
+                continue
         chosen = tuple(held[place] for held, place in holders)
         found.append((chosen, region))
         for subgroup, (held, _) in enumerate(holders):
@@ -51,6 +54,15 @@ def split_collective(before: Annotation, after: Annotation) -> Phase:
         )
     uniform = len(set(before.states)) == 1
     return (("" if uniform else "Split") + _KINDS[kind],) * before.hsize, tuple(stages)
+
+
+def _add_alike(groups: Sequence[tuple[int, ...]]) -> bool:
+    """Whether all groups add their members' terms in one order, so that copies of a sum are equal to the last bit.
+
+    Libraries add in ascending order of ranks, or start somewhere in that circle; of two terms every order is one.
+    """
+    orders = {tuple(sorted(range(len(ranks)), key=ranks.__getitem__)) for ranks in groups}
+    return len(orders) == 1 or len(groups[0]) <= 2
 
 
 def _kind(hdim: int, to_hdim: int) -> tuple[CollectiveKind, int | None]:

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hetero_megatron.runtime.state import State, view
+
+VECTOR = 16
+"""FP32 elements of the widest CPU vector, and of the cache lines at which torch divides an update among threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +93,18 @@ def fused_adamw(
     weight_decay: float,
     divisor: float,
 ) -> None:
-    """The AdamKernel of torch."""
+    """The AdamKernel of torch; on a CPU, too, an element's result does not depend on its place in its tensor."""
     device = parameters[0].device
+    lists = (parameters, gradients, exp_avgs, exp_avg_sqs)
+    cuts = [_whole_vectors(each) if device.type == "cpu" else (list(each), []) for each in lists]
+    values, slopes, means, variances = ([*wholes, *(padded for _, padded in rests)] for wholes, rests in cuts)
     torch._fused_adamw_(
-        list(parameters),
-        list(gradients),
-        list(exp_avgs),
-        list(exp_avg_sqs),
+        values,
+        slopes,
+        means,
+        variances,
         [],
-        [torch.tensor(float(step), device=device)] * len(parameters),
+        [torch.tensor(float(step), device=device)] * len(values),
         lr=lr,
         beta1=beta1,
         beta2=beta2,
@@ -109,6 +115,24 @@ def fused_adamw(
         grad_scale=torch.tensor(divisor, device=device),
         found_inf=torch.zeros((), device=device),
     )
+    for _, rests in cuts:
+        for rest, padded in rests:
+            rest.copy_(padded[: rest.numel()])
+
+
+def _whole_vectors(flats: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    """The whole vectors of each tensor, and what is left behind them with a copy padded to a vector.
+
+    torch rounds elements behind the last whole vector otherwise. Copies of an element on other ranks, whose
+    tensors have other lengths, would slowly part.
+    """
+    wholes, rests = [], []
+    for flat in flats:
+        whole, rest = flat.split([flat.numel() - flat.numel() % VECTOR, flat.numel() % VECTOR])
+        wholes.append(whole)
+        if rest.numel():
+            rests.append((rest, nn.functional.pad(rest, (0, VECTOR - rest.numel()))))
+    return wholes, rests
 
 
 def update(

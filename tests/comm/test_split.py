@@ -29,6 +29,37 @@ def test_three_tp_degrees_meet_in_four_slices() -> None:
     )
 
 
+COPIES: tuple[Subgroup, ...] = (((6, 2), {-1: 2}), ((3, 4), {-1: 2}), ((7, 5), {-1: 2}))
+
+
+def test_copies_whose_ranks_stand_in_another_order_get_the_sum_instead_of_adding_again() -> None:
+    """Ascending, 3 6 7 would add subgroup 1 first and 2 4 5 subgroup 0: copies would not be equal to the last bit."""
+    reduced, handed = resolve(union(-2, *COPIES), union(-1, *COPIES)).stages
+    assert reduced.steps == (Collective("all_reduce", (6, 3, 7), FULL),)
+    assert handed.steps == tuple(Transfer(src, dst, FULL) for src, dst in ((6, 2), (3, 4), (7, 5)))
+
+
+@pytest.mark.parametrize(
+    "subgroups",
+    [
+        COPIES[:2],
+        (((0, 1), {-1: 2}), ((2, 3), {-1: 2}), ((4, 5), {-1: 2})),
+        (((4, 3), {-1: 2}), ((1, 0), {-1: 2}), ((6, 5), {-1: 2})),
+    ],
+    ids=["two subgroups", "ascending", "in one order"],
+)
+def test_copies_that_add_in_one_order_add_side_by_side(subgroups: tuple[Subgroup, ...]) -> None:
+    (stage,) = resolve(union(-2, *subgroups), union(-1, *subgroups)).stages
+    assert [step.ranks for step in stage.steps if isinstance(step, Collective)] == list(
+        zip(*(ranks for ranks, _ in subgroups), strict=True)
+    )
+
+
+def test_copies_gather_side_by_side_in_any_order() -> None:
+    (stage,) = resolve(union(0, *COPIES), union(-1, *COPIES)).stages
+    assert [step.ranks for step in stage.steps if isinstance(step, Collective)] == [(6, 3, 7), (2, 4, 5)]
+
+
 def test_degrees_that_do_not_divide_meet_in_their_least_common_multiple() -> None:
     subgroups = (((0, 1), {0: 2}), ((2, 3, 4), {0: 3}))
     (stage,) = resolve(union(-2, *subgroups), union(-1, *subgroups)).stages

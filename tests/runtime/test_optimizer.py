@@ -82,6 +82,32 @@ def test_adam_is_torchs_adamw_with_norm_weights_spared_from_decay(decay: float, 
             torch.testing.assert_close(view(flat, slot), optimizer.state[parameter][moment])
 
 
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize("length", [1, 15, 16, 29, 4099])
+def test_an_element_is_updated_alike_wherever_it_lies(name: str, length: int) -> None:
+    """Copies of a parameter lie at other places of flat buffers of other lengths, and must stay bit-equal."""
+    torch.manual_seed(length)
+    flats = [torch.randn(length) * scale for scale in (2e-2, 1e-3, 1e-3)] + [torch.rand(length) * 1e-6]
+
+    def updated(before: int, behind: int) -> list[Tensor]:
+        own = [torch.cat([torch.ones(before), flat, torch.ones(behind)]) for flat in flats]
+        state = state_of()
+        state.master, state.gradient, state.moments = (
+            own[0],
+            own[1],
+            {"exp_avg": own[2], "exp_avg_sq": own[3]},
+        )
+        for step in range(3):
+            state.gradient = own[1] * (step + 1)
+            update(state, OptimizerSettings(name=name, eps=1e-4), 1e-3, divisor=7.0)
+        return [flat[before : before + length] for flat in (state.master, *state.moments.values())]
+
+    alone = updated(0, 0)
+    for before, behind in ((0, 1), (3, 0), (13, 40), (16, 7)):
+        for flat, wanted in zip(updated(before, behind), alone, strict=True):
+            assert torch.equal(flat, wanted), f"{before} elements before, {behind} behind"
+
+
 def test_sgd_without_decay_is_torchs() -> None:
     state = state_of()
     wanted = copies(state)
