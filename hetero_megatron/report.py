@@ -16,10 +16,19 @@ STAGES_ABREAST = 5
 
 
 def rank_text(ranks: tuple[int, ...]) -> str:
-    """`R0-3` for (0, 1, 2, 3), `R4` for (4,), otherwise the list."""
-    if len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"R{ranks[0]}-{ranks[-1]}"
-    return "R" + ",".join(map(str, ranks))
+    """`R0-3` for (0, 1, 2, 3), `R4` for (4,), `R0,4-6` for a list, in its order."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return "R" + ",".join(_run_text(run, len(runs) == 1) for run in runs)
+
+
+def _run_text(run: list[int], alone: bool) -> str:
+    """Two ranks of a longer list are not worth a dash."""
+    return f"{run[0]}-{run[-1]}" if len(run) > 2 or (alone and len(run) > 1) else ",".join(map(str, run))
 
 
 def layer_text(stage: Stage, first: bool, last: bool) -> str:
