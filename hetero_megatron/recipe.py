@@ -35,7 +35,7 @@ from hetero_megatron.recipe_sections import (
     recomputes,
     refuse_unknown,
 )
-from hetero_megatron.recipe_text import apply_overrides, describe, nearest, read_yaml
+from hetero_megatron.recipe_text import apply_overrides, describe_all, nearest, read_yaml
 from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
 
 # A section written as bare text means this key of it.
@@ -244,7 +244,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         recipe._file = str(path)
     except ValidationError as error:
         homes = _homes()
-        sentences = [describe(dict(one), homes) for one in error.errors()[:MOST_ERRORS]]
+        sentences = describe_all([dict(one) for one in error.errors()], homes)[:MOST_ERRORS]
         raise RecipeError("\n".join(f"{path}: {sentence}" for sentence in sentences)) from error
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error
@@ -270,9 +270,10 @@ def _pipeline(section: PipelineSection) -> Pipeline:
 def _stage(section: StageSection, cp: int) -> Stage:
     """A stage; `cp` of its pipeline holds where the stage does not say otherwise."""
     layers = section.layers[0] if section.layers and len(section.layers) == 1 else section.layers or None
-    if isinstance(section.tp, tuple):
-        return Stage(section.ranks, layers, section.tp, len(section.tp), section.recomputes, section.offload)
     cp = section.cp or cp
+    if isinstance(section.tp, tuple):
+        parts = len(section.tp) if cp == 1 else cp
+        return Stage(section.ranks, layers, section.tp, parts, section.recomputes, section.offload)
     tp = section.tp or max(1, len(section.ranks) // cp)
     return Stage(section.ranks, layers, tp, cp, section.recomputes, section.offload)
 

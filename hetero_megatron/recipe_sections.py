@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 from hetero_megatron.errors import RecipeError, ScheduleError
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.pipeline.schedule import SCHEDULES, check_name
-from hetero_megatron.recipe_text import degrees, layer_ranges, number_list
+from hetero_megatron.recipe_text import degrees, layer_ranges, number_list, recomputed
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS
 from hetero_megatron.strategy import Recompute
 
@@ -38,7 +38,8 @@ Degrees = Annotated[
     BeforeValidator(degrees, json_schema_input_type=int | list[int] | None),
 ]
 Count = Annotated[int, Field(ge=1)]
-Recomputation: TypeAlias = Literal["none", "full", "selective"] | dict[Literal["full", "selective"], Layers]
+_Recomputation: TypeAlias = Literal["none", "full", "selective"] | dict[Literal["full", "selective"], Layers]
+Recomputation = Annotated[_Recomputation, BeforeValidator(recomputed, json_schema_input_type=_Recomputation)]
 
 
 def recomputes(value: Recomputation) -> tuple[Recompute, ...]:

@@ -1,7 +1,7 @@
 """A recipe's text as plain values, and a refusal as a sentence: strict YAML 1.2, overrides, near names."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from math import isfinite
 from pathlib import Path
@@ -13,6 +13,7 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from hetero_megatron.errors import RecipeError
+from hetero_megatron.strategy_check import RECOMPUTE
 
 # What Megatron, DeepSpeed and others call our keys.
 ALIASES = {
@@ -117,6 +118,10 @@ def degrees(value: object) -> int | tuple[int, ...] | None:
         return tuple(value)
     if type(value) is int:
         raise RecipeError(f"{value} is too small; write 1 or more")
+    if isinstance(value, (list, tuple)):
+        raise RecipeError(
+            f"{spelled(value)}; a list names one degree, 1 or more, for each context-parallel part"
+        )
     raise RecipeError(f"{spelled(value)}, a whole number is needed, or a list of them")
 
 
@@ -141,6 +146,38 @@ def layer_ranges(value: object) -> tuple[tuple[int, int], ...] | None:
         f"{spelled(value)}; write layers as first-last, such as 0-14, or [0, 14], or one number, "
         "and several chunks as 0-3, 8-11"
     )
+
+
+def recomputed(value: object) -> object:
+    """A `recompute` key as it is written: `none`, `full`, `selective`, or layers of the last two.
+
+    Raises:
+        RecipeError: anything else.
+    """
+    if isinstance(value, Mapping):
+        for kind, layers in value.items():
+            if kind not in RECOMPUTE:
+                near = nearest(str(kind), RECOMPUTE)
+                guess = f"; did you mean {near}?" if near else ""
+                raise RecipeError(f"there is no {kind!r}; known: {', '.join(RECOMPUTE)}{guess}")
+            layer_ranges(layers)
+    elif value not in ("none", *RECOMPUTE):
+        raise RecipeError(
+            f"{spelled(value)}; write none, full or selective, or the layers of each, such as "
+            "{full: 0-3, selective: 4-7}"
+        )
+    return value
+
+
+def describe_all(errors: Sequence[Mapping[str, Any]], homes: Mapping[str, str]) -> list[str]:
+    """Pydantic's errors in words; a list is not called empty because something in it is wrong."""
+    places = [tuple(error["loc"]) for error in errors]
+
+    def follows(error: Mapping[str, Any]) -> bool:
+        here = tuple(error["loc"])
+        return error["type"] == "too_short" and any(p[: len(here)] == here != p for p in places)
+
+    return [describe(error, homes) for error in errors if not follows(error)]
 
 
 def describe(error: Mapping[str, Any], homes: Mapping[str, str]) -> str:

@@ -8,7 +8,6 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hetero_megatron.cluster import ranges_text
 from hetero_megatron.runtime.clock import KINDS
 from hetero_megatron.runtime.session import StepResult
 from hetero_megatron.strategy import Stage, Strategy
@@ -18,10 +17,19 @@ _NARROWEST_CELL = len("stage 0")
 
 
 def rank_text(ranks: tuple[int, ...]) -> str:
-    """`R0-3` for (0, 1, 2, 3), `R4` for (4,), `R15,40-47` with gaps; `R2,0` where they do not ascend."""
-    if list(ranks) != sorted(ranks):
-        return "R" + ",".join(map(str, ranks))
-    return "R" + ranges_text(ranks).replace(" ", "")
+    """`R0-3` for (0, 1, 2, 3), `R4` for (4,), `R0,4-6` for a list, in its order."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return "R" + ",".join(_run_text(run, len(runs) == 1) for run in runs)
+
+
+def _run_text(run: list[int], alone: bool) -> str:
+    """Two ranks of a longer list are not worth a dash."""
+    return f"{run[0]}-{run[-1]}" if len(run) > 2 or (alone and len(run) > 1) else ",".join(map(str, run))
 
 
 def layer_text(stage: Stage, first: bool, last: bool) -> str:

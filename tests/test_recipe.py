@@ -244,6 +244,23 @@ def test_the_nearest_name_looks_at_letters_and_parts() -> None:
             "FILE: strategy.recompute: full names layer 4, but the model has layers 0-3",
         ),
         (
+            "strategy={micro_batches: 3, recompute: half}",
+            'FILE: strategy.recompute: "half" is text; write none, full or selective, or the layers of each, such as '
+            "{full: 0-3, selective: 4-7}",
+        ),
+        (
+            "strategy={micro_batches: 3, recompute: {ful: 0-1}}",
+            "FILE: strategy.recompute: there is no 'ful'; known: full, selective; did you mean full?",
+        ),
+        (
+            "strategy.pipelines.0.stages.0.recompute={full: a}",
+            'FILE: strategy.pipelines[0].stages[0].recompute: "a" is no range; write one such as 0-3',
+        ),
+        (
+            "strategy.pipelines.0.stages.0.tp=[2, 0]",
+            "FILE: strategy.pipelines[0].stages[0].tp: [2, 0] is a list; a list names one degree, 1 or more, for each",
+        ),
+        (
             "strategy={pp: 9, micro_batches: 1}",
             "FILE: strategy.pp: 9 stages for 4 layers; each stage needs a layer",
         ),
@@ -398,3 +415,20 @@ def test_a_schedule_file_that_is_wrong_or_missing_is_refused_by_name(tmp_path: P
     assert f"strategy.schedule: {path} line 2: 'X0' is no action" in refused(f"strategy.schedule={path}")
     path.write_bytes(b"\xff")
     assert f"strategy.schedule: {path} is not UTF-8 text: byte 0" in refused(f"strategy.schedule={path}")
+
+
+@pytest.mark.parametrize("change", ["tp=[1, 0]", "tp=[]", "layers=3-0", "recompute=half"])
+def test_one_fault_in_a_stage_is_told_once_and_the_lists_around_it_are_not_called_empty(
+    change: str,
+) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(QUICKSTART, [f"strategy.pipelines.0.stages.0.{change}"])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_list_of_degrees_and_another_number_of_parts_contradict_each_other() -> None:
+    stages = "[{ranks: 0-2, layers: 0-3, tp: [2, 1], cp: 3}]"
+    with pytest.raises(
+        RecipeError, match=r"strategy: pipeline 0 stage 0: cp 3, but tp \[2, 1\] names 2 parts"
+    ):
+        load_recipe(QUICKSTART, [f"strategy={{pipelines: [{{micro_batches: 8, stages: {stages}}}]}}"])

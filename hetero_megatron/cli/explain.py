@@ -3,17 +3,18 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from hetero_megatron.cli.context import AttentionLine, attention_lines
 from hetero_megatron.cli.memory import memory_json, print_memory
 from hetero_megatron.cluster import ranges_text
 from hetero_megatron.comm.steps import CommPlan
 from hetero_megatron.errors import RecipeError, StrategyError
-from hetero_megatron.graph.annotated import STATE
 from hetero_megatron.graph.tied import shared_parameters
 from hetero_megatron.memory import RankMemory, estimate
 from hetero_megatron.models.llama import Llama
@@ -26,7 +27,7 @@ from hetero_megatron.report import layer_text, rank_text, strategy_table
 from hetero_megatron.strategy import Stage
 from hetero_megatron.train import DTYPES, build_program
 
-ACTIVATION, GRADIENT, PARAMETER = "activation", "gradient", "parameter"
+ACTIVATION, GRADIENT = "activation", "gradient"
 _FP32_BYTES = 4
 
 
@@ -34,8 +35,8 @@ _FP32_BYTES = 4
 class ReshardLine:
     """One Reshard: operators per subgroup, and bytes that all ranks together send.
 
-    An activation's bytes are those of one micro-batch of every pipeline; a gradient's those of one step, in FP32;
-    a parameter's those of one step, in which it comes from its optimizer states (ZeRO-1).
+    An activation's bytes are those of one micro-batch of every pipeline; a gradient's those of one step, in FP32.
+    Backward is an activation's gradient, and under ZeRO-1 a parameter's way back from its cut states, in its precision.
     """
 
     name: str
@@ -73,15 +74,18 @@ def run(
         orders = [actions.compute for actions in program.schedule.pipelines]
         _write(write_csv(orders), schedule_csv, "--schedule-csv")
     lines = [line for line in _lines(program, recipe) if rank is None or rank in line.ranks]
+    shared = _attention(program, recipe, rank)
     needs: tuple[RankMemory, ...] = ()
     if memory:
         found = estimate(program, recipe.training.seq_length, DTYPES[recipe.training.precision].itemsize)
         needs = tuple(each for each in found if rank is None or each.rank == rank)
     if as_json:
         grid = {"grid": str(program.schedule).splitlines()} if schedule else {}
-        print(json.dumps(_as_json(program, lines, rank) | grid | (memory_json(needs) if memory else {})))
+        print(
+            json.dumps(_as_json(program, lines, shared, rank) | grid | (memory_json(needs) if memory else {}))
+        )
     else:
-        _print(program, lines, rank)
+        _print(program, lines, shared, rank)
         if schedule:
             Console(highlight=False).print(str(program.schedule), soft_wrap=True)
         if memory:
@@ -121,12 +125,19 @@ def _lines(program: Program, recipe: Recipe) -> Iterator[ReshardLine]:
             program.plan[reshard.name].ranks if ahead is None else ahead.ranks,
         )
     for name, plan in program.posts.items():
-        sent = sum(plan.bytes_sent(graph.parameter_shape(name), _FP32_BYTES).values())
-        yield ReshardLine(name, GRADIENT, plan.operators, sent, (), 0, plan.ranks)
-    for name, plan in program.pres.items():
-        if program.strategy.zero:
-            sent = sum(plan.bytes_sent(graph.parameter_shape(name), width).values())
-            yield ReshardLine(name + STATE, PARAMETER, plan.operators, sent, (), 0, plan.ranks)
+        shape, back = graph.parameter_shape(name), program.pres[name]
+        sent = sum(plan.bytes_sent(shape, _FP32_BYTES).values())
+        gathered = sum(back.bytes_sent(shape, width).values())
+        operators = back.operators if program.strategy.zero else ()
+        yield ReshardLine(name, GRADIENT, plan.operators, sent, operators, gathered, plan.ranks)
+
+
+def _attention(program: Program, recipe: Recipe, rank: int | None) -> list[AttentionLine]:
+    """What context-parallel attention sends, in all pipelines or in the one of `rank`."""
+    width = DTYPES[recipe.training.precision].itemsize
+    found = attention_lines(program, recipe.training.seq_length, recipe.make_config().head_size, width)
+    own = None if rank is None else program.pipeline_of(rank)[0]
+    return [line for line in found if own is None or line.pipeline == own]
 
 
 def _tokens(program: Program, seq_length: int) -> list[int]:
@@ -152,7 +163,9 @@ def _activation_bytes(plan: CommPlan | None, tokens: Sequence[int], hidden: int,
     return sent
 
 
-def _as_json(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> dict[str, object]:
+def _as_json(
+    program: Program, lines: Sequence[ReshardLine], shared: Sequence[AttentionLine], rank: int | None
+) -> dict[str, object]:
     found: dict[str, object] = {
         "pipelines": [
             {
@@ -187,6 +200,7 @@ def _as_json(program: Program, lines: Sequence[ReshardLine], rank: int | None) -
             }
             for line in lines
         ],
+        "context_parallel": [asdict(line) for line in shared],
         "annotations": json.loads(program.plan.to_json())["annotations"],
     }
     if rank is not None:
@@ -204,7 +218,9 @@ def _one(stage: Stage) -> list[int] | None:
     return list(stage.chunks[0]) if stage.chunks else None
 
 
-def _print(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> None:
+def _print(
+    program: Program, lines: Sequence[ReshardLine], shared: Sequence[AttentionLine], rank: int | None
+) -> None:
     console = Console(highlight=False)
     strategy = program.strategy
     console.print(strategy_table(strategy))
@@ -238,16 +254,22 @@ def _print(program: Program, lines: Sequence[ReshardLine], rank: int | None) -> 
         )
     for name in sorted(shared_parameters(program.annotated.graph)):
         _say(console, _tied_text(program, name))
-    unit = "MB (1e6 bytes) that all ranks send together"
+    unit = "MB (1e6 bytes) that all ranks send together, each layer by itself"
     _print_lines(
-        console, f"activations, per micro-batch; {unit}", [line for line in lines if line.kind == ACTIVATION]
+        console,
+        f"activations, for one micro-batch of every pipeline; {unit}",
+        [line for line in lines if line.kind == ACTIVATION],
     )
+    for text in _attention_texts(shared):
+        _say(console, text)
+    if any(stage.recompute for pipeline in strategy.pipelines for stage in pipeline.stages):
+        _say(console, "what is recomputed is sent once more in the backward pass, and not counted here")
+    back = " and parameters back from cut optimizer states" if strategy.zero else ""
     _print_lines(
-        console, f"gradients, per step (FP32); {unit}", [line for line in lines if line.kind == GRADIENT]
+        console,
+        f"gradients (FP32){back}, per step; {unit}",
+        [line for line in lines if line.kind == GRADIENT],
     )
-    if program.strategy.zero:
-        gathered = [line for line in lines if line.kind == PARAMETER]
-        _print_lines(console, f"parameters from optimizer states, per step; {unit}", gathered)
 
 
 def _print_lines(console: Console, title: str, lines: Sequence[ReshardLine]) -> None:
@@ -269,6 +291,22 @@ def _print_lines(console: Console, title: str, lines: Sequence[ReshardLine]) -> 
 def _say(console: Console, text: str) -> None:
     """A sentence: wrapped for people, in one line for other programs."""
     console.print(text, soft_wrap=not console.is_terminal)
+
+
+def _attention_texts(lines: Sequence[AttentionLine]) -> Iterator[str]:
+    """A sentence per line; pipelines that are alike share one."""
+    alike: dict[AttentionLine, list[int]] = {}
+    for line in lines:
+        alike.setdefault(replace(line, pipeline=0), []).append(line.pipeline)
+    for line, pipelines in alike.items():
+        which = f"in pipeline {pipelines[0]}"
+        if len(pipelines) > 1:
+            which = f"in each of pipelines {ranges_text(pipelines)}"
+        yield (
+            f"{line.mode} attention over {line.parts} parts {which} sends {_megabytes(line.forward_bytes)} MB forward "
+            f"and {_megabytes(line.backward_bytes)} MB backward, per micro-batch of rows that are one document each, "
+            f"in each layer of {ranges_text(line.layers)}"
+        )
 
 
 def _tied_text(program: Program, name: str) -> str:
@@ -323,10 +361,12 @@ def _table(lines: Sequence[ReshardLine]) -> Table:
     table = Table()
     table.add_column("Reshard", no_wrap=True)
     table.add_column("layers")
-    table.add_column("forward" if any(line.backward_operators for line in lines) else "operators")
+    both = any(line.backward_operators for line in lines)
+    ways = ("forward", "backward") if lines[0].kind == ACTIVATION else ("gradient", "parameter")
+    table.add_column(ways[0] if both else "operators")
     table.add_column("MB", justify="right")
-    if any(line.backward_operators for line in lines):
-        table.add_column("backward")
+    if both:
+        table.add_column(ways[1])
         table.add_column("MB", justify="right")
     for name, layers, line in _folded(lines):
         cells = [name, layers, _operators(line.operators), _megabytes(line.bytes)]
@@ -352,7 +392,14 @@ def _folded(lines: Sequence[ReshardLine]) -> list[tuple[str, str, ReshardLine]]:
 
 
 def _operators(operators: Sequence[str]) -> str:
-    return operators[0] if len(set(operators)) == 1 else ", ".join(operators)
+    """Once where all are equal; `AR, Identity x3` for three of the same one after the other."""
+    runs = [(operator, len(list(same))) for operator, same in groupby(operators)]
+    if len(runs) == 1:
+        return operators[0]
+    return ", ".join(
+        operator + (f" x{count}" if count > 2 else ", " + operator if count == 2 else "")
+        for operator, count in runs
+    )
 
 
 def _megabytes(count: int) -> str:

@@ -114,7 +114,8 @@ def _table(rows: Sequence[Row]) -> Table:
     for column in (*columns, "need", "device"):
         table.add_column(column, justify="right", no_wrap=True)
     for ranks, each, cells in rows:
-        table.add_row(ranges_text(ranks), *cells, style="" if each.fits else "red")
+        # A range per line: in so narrow a column, several would be broken anywhere.
+        table.add_row(ranges_text(ranks).replace(", ", "\n"), *cells, style="" if each.fits else "red")
     return table
 
 

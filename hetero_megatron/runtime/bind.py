@@ -20,7 +20,7 @@ from hetero_megatron.runtime.binding import Bindable, Binding, Exchanging, Kerne
 from hetero_megatron.runtime.boundary import Boundary
 from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.context import ContextLayout
-from hetero_megatron.runtime.context_group import ContextGroup, WorldChannel
+from hetero_megatron.runtime.context_group import ContextGroup, WorldChannel, columns_of, looks_across_tokens
 from hetero_megatron.runtime.deferred import Deferred
 from hetero_megatron.runtime.exchange import all_reduce
 from hetero_megatron.runtime.offload import Offload
@@ -173,16 +173,11 @@ class BoundStage:
 
     def _context(self, node: Node) -> ContextGroup | None:
         """For a layer whose tokens look at one another; its second operand is what other parts send."""
-        program, rank, signature = self._program, self.world.rank, node.signature
+        program, rank = self._program, self.world.rank
         parts = program.stage(rank).parts
-        if len(parts) == 1 or signature is None or "t" not in signature.indivisible:
+        if len(parts) == 1 or not looks_across_tokens(node):
             return None
-        if len(signature.operands) < 2:
-            return None
-        keys = program.annotated.values[node.inputs[1]]
-        # Any token count will do: only the columns are read.
-        shape = (keys.hsize * len(keys.ranks), program.annotated.graph.size(node.inputs[1], 1))
-        columns = [[(member, keys.region(member).bounds(shape)[1]) for member in part] for part in parts]
+        columns = [columns_of(program, node.inputs[1], part) for part in parts]
         lane = program.lane_of(rank)
         channel = WorldChannel(self.world, self.clock, lane, self._groups[lane] if lane else None)
         return ContextGroup.of(program.strategy.context_parallel, rank, columns, channel)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hetero_megatron.graph.nodes import Node
+from hetero_megatron.program import Program
 from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.world import World
 
@@ -52,6 +54,20 @@ def routes(parts: Sequence[Sequence[tuple[int, Columns]]]) -> tuple[Route, ...]:
                     if both[0] < both[1]:
                         found.append(Route(held[place % len(held)], rank, both))
     return tuple(found)
+
+
+def looks_across_tokens(node: Node) -> bool:
+    """Whether a layer's tokens look at one another: attention, whose second operand is what other parts send."""
+    signature = node.signature
+    return signature is not None and "t" in signature.indivisible and len(signature.operands) > 1
+
+
+def columns_of(program: Program, value: str, ranks: Sequence[int]) -> list[tuple[int, Columns]]:
+    """(rank, its columns) of an activation."""
+    annotation = program.annotated.values[value]
+    # Any token count will do: only the columns are read.
+    shape = (annotation.hsize * len(annotation.ranks), program.annotated.graph.size(value, 1))
+    return [(rank, annotation.region(rank).bounds(shape)[1]) for rank in ranks]
 
 
 class Channel(Protocol):

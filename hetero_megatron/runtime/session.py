@@ -46,7 +46,8 @@ class StepResult:
         loss: mean over the valid targets, 0 when there are none.
         grad_norm: global norm before clipping; nan or inf when a gradient was not finite.
         skipped: why no update was made, or "".
-        seconds: wall time, and per rank average of `compute`, `communication` and `bubble` (waiting for a stage).
+        seconds: wall time of this rank's `step`, and how much of it all ranks together spend on average in
+            `compute`, in `communication` and in `bubble` (waiting for a stage); never more than `step`.
     """
 
     iteration: int
@@ -155,8 +156,9 @@ class Session:
         at = time.perf_counter()
         numbers = torch.stack([count[0], loss_sum, squared_norm(self.state).to(count.device)])
         self.clock.add("compute", at)
-        clock = numbers.new_tensor([self.clock.seconds[kind] for kind in KINDS])
-        divisor, loss_total, squares, *shares = self._all_sum(torch.cat([numbers, clock]))
+        elapsed = time.perf_counter() - began
+        clock = numbers.new_tensor([elapsed, *(self.clock.seconds[kind] for kind in KINDS)])
+        divisor, loss_total, squares, whole, *parts = self._all_sum(torch.cat([numbers, clock]))
         norm = (squares**0.5) / divisor if divisor else 0.0
         loss = loss_total / divisor if divisor else 0.0
         self.iteration += 1
@@ -180,8 +182,11 @@ class Session:
             at = time.perf_counter()
             self.gather.start()
             self.clock.add("communication", at)
-        seconds = {kind: s / len(self.world.ranks) for kind, s in zip(KINDS, shares, strict=True)}
-        seconds["step"] = time.perf_counter() - began
+        step = time.perf_counter() - began
+        # Shares of all ranks' time: one that waits for this one to begin has been in the step for longer.
+        seconds = {kind: step * part / whole for kind, part in zip(KINDS, parts, strict=True)} | {
+            "step": step
+        }
         return StepResult(self.iteration, loss, norm, lr, int(divisor), skipped, seconds)
 
     def _all_sum(self, values: Tensor) -> list[float]:

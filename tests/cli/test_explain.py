@@ -224,10 +224,11 @@ def test_zero_1_shows_how_parameters_come_from_their_optimizer_states(small: str
         "strategy={dp: 2, micro_batches: 2, zero: 1}",
         "training.global_batch_size=4",
     )
-    found = by_name(explained(*sharded[1:]))["final_norm.weight@state"]
-    assert (found["kind"], found["operators"], found["bytes"]) == ("parameter", ["AG", "AG"], 2 * 16 * 4)
-    assert "parameters from optimizer states, per step; MB" in run(*sharded).out
-    assert "@state" not in run("explain", small).out
+    found = by_name(explained(*sharded[1:]))["final_norm.weight"]
+    assert (found["operators"], found["bytes"]) == (["RS", "RS"], 2 * 16 * 4)
+    assert (found["backward_operators"], found["backward_bytes"]) == (["AG", "AG"], 2 * 16 * 4)
+    assert "parameters back from cut optimizer states, per step; MB" in run(*sharded).out
+    assert "cut optimizer states" not in run("explain", small).out
 
 
 def test_deep_pipelines_are_continued_below(small: str) -> None:

@@ -87,3 +87,10 @@ def test_recompute_and_offload_show_in_the_table(tmp_path: Path) -> None:
     assert full["activations"] < plain["activations"]
     moved = explained(path, "strategy={tp: 2, micro_batches: 3, offload: true}", "training.seq_length=4096")
     assert moved["memory"][0]["host"] > 0
+
+
+def test_ranges_of_ranks_that_share_a_row_stand_one_below_the_other() -> None:
+    path = str(Path(C1).parent / "table9_32b_16h800_32h20.yaml")
+    rows = [line.split() for line in run("explain", path, "--memory").out.splitlines()]
+    (first,) = [place for place, row in enumerate(rows) if row[:3] == ["16-19", "0", "3"]]
+    assert rows[first + 1 : first + 4] == [["24-27"], ["32-35"], ["40-43"]]

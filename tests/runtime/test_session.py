@@ -142,3 +142,14 @@ def test_more_micro_batches_do_not_wait_for_the_device_more_often(monkeypatch: p
         return run_ranks(range(1), work, 30)[0]
 
     assert reads(4) == reads(1)
+
+
+def test_the_kinds_of_time_never_add_up_to_more_than_the_step_though_others_wait_for_a_late_rank() -> None:
+    found = train(
+        strategy((1, 1, [stage("0", "0-3")]), (1, 1, [stage("1", "0-3")])),
+        [D0[:2]] * 2,
+        before_step=lambda session, _: time.sleep(0.5 * (session.world.rank == 0)),
+    )
+    for result in found.results:
+        kinds = sum(seconds for kind, seconds in result.seconds.items() if kind != "step")
+        assert 0 < kinds <= result.seconds["step"]
