@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 
 from hetero_megatron.data.rows import Piece
 from hetero_megatron.errors import DataError
-from hetero_megatron.runtime.batch import IGNORE, MicroBatch, Segments, on_device
-
-PAD = 0
+from hetero_megatron.runtime.batch import IGNORE, PAD, MicroBatch, Segments, on_device
 
 
 def piece_of(document: Sequence[int], number: int = 0) -> Piece:

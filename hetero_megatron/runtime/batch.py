@@ -12,7 +12,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hetero_megatron.runtime.context import ContextShare
 
-IGNORE = -100
+# The target of a token that predicts nothing, and the id of a token that only fills up.
+IGNORE, PAD = -100, 0
 
 
 def on_device(made: Tensor, device: torch.device | str) -> Tensor:

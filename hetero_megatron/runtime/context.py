@@ -14,9 +14,8 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch import Tensor
 
-from hetero_megatron.runtime.batch import IGNORE, MicroBatch, Segments, on_device
+from hetero_megatron.runtime.batch import IGNORE, PAD, MicroBatch, Segments, on_device
 
-PAD = 0
 Rows = slice | Tensor
 Span = tuple[int, int]
 
