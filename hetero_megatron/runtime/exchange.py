@@ -39,12 +39,24 @@ _PAIR_OPERATIONS: dict[str, pair.Combine] = {
 class Exchange:
     """One CommPlan for one rank and fixed full shapes; several tensors with the same plan travel together."""
 
-    def __init__(self, plan: CommPlan, rank: int, groups: Groups, full_shapes: Sequence[Shape]) -> None:
+    def __init__(
+        self,
+        plan: CommPlan,
+        rank: int,
+        groups: Groups,
+        full_shapes: Sequence[Shape],
+        meets_at_once: bool = False,
+    ) -> None:
+        """`meets_at_once`: all ranks come to this exchange together, as the ranks of a stage do.
+
+        Then two CPU ranks may exchange small messages directly. Where a peer comes only when this rank has gone on, as
+        with gradients of a backward pass that is not over, even to post the first message could wait for it.
+        """
         self.plan = plan
         self._stages: list[_CompiledStage] = []
         before = plan.src
         for stage in plan.stages:
-            self._stages.append(_compile(before, stage, rank, groups, full_shapes))
+            self._stages.append(_compile(before, stage, rank, groups, full_shapes, meets_at_once))
             before = stage.after
 
     def run(self, tensors: Tensors, flat: Tensor | None = None) -> list[Tensor]:
@@ -114,7 +126,7 @@ def _empty(shape: Shape, like: Tensor | None) -> Tensor:
 
 
 def _compile(
-    before: Annotation, stage: Stage, rank: int, groups: Groups, shapes: Sequence[Shape]
+    before: Annotation, stage: Stage, rank: int, groups: Groups, shapes: Sequence[Shape], direct: bool
 ) -> _CompiledStage:
     """Regions to slices, for every tensor."""
     inside = [_bounds(before, rank, shape) for shape in shapes]
@@ -128,7 +140,7 @@ def _compile(
     for step in stage.steps:
         if isinstance(step, Collective):
             if rank in step.ranks:
-                operations.append(_collective(step, rank, groups, shapes, inside, outside))
+                operations.append(_collective(step, rank, groups, shapes, inside, outside, direct))
         elif rank in _ends(step):
             moves.append(step)
     if moves:
@@ -159,13 +171,14 @@ def _collective(
     shapes: Sequence[Shape],
     inside: list[Bounds],
     outside: list[Bounds],
+    direct: bool,
 ) -> Operation:
     group = groups[step.ranks]
     if step.kind == "all_reduce":
         reads = located(step.region, shapes, inside)
         writes = located(step.region, shapes, outside)
         whole = all(covers(part, shard) for part, shard in zip(reads, inside, strict=True))
-        return _all_reduce(group, reads, writes, whole)
+        return _all_reduce(group, reads, writes, whole, direct)
     assert step.dim is not None, "reduce_scatter and all_gather have a dim"
     # torch.distributed numbers a group's members by ascending rank, the plan in its own order.
     members = sorted(step.ranks)
@@ -174,10 +187,10 @@ def _collective(
     if step.kind == "reduce_scatter":
         reads_by = [located(p, shapes, inside) for p in pieces]
         writes = located(pieces[me], shapes, outside)
-        return _reduce_scatter(group, reads_by, writes, _is_rows(reads_by, inside, writes, outside))
+        return _reduce_scatter(group, reads_by, writes, _is_rows(reads_by, inside, writes, outside), direct)
     reads = located(pieces[me], shapes, inside)
     writes_by = [located(p, shapes, outside) for p in pieces]
-    return _all_gather(group, reads, writes_by, me, _is_rows(writes_by, outside, reads, inside))
+    return _all_gather(group, reads, writes_by, me, _is_rows(writes_by, outside, reads, inside), direct)
 
 
 def _after(work: dist.Work | None, then: Finish | None = None) -> Finish | None:
@@ -196,12 +209,34 @@ def _after(work: dist.Work | None, then: Finish | None = None) -> Finish | None:
 
 
 def all_reduce(
-    tensor: Tensor, group: dist.ProcessGroup, op: str = "sum", later: bool = False
+    tensor: Tensor, group: dist.ProcessGroup, op: str = "sum", later: bool = False, direct: bool = True
 ) -> Finish | None:
     """Reduce a contiguous `tensor` in place by "sum" or "max"; with `later`, the function returned ends it."""
-    if pair.suits(group, tensor):
+    if direct and pair.suits(group, tensor):
         return _now(pair.all_reduce(tensor, group, _PAIR_OPERATIONS[op]), later)
     return _after(dist.all_reduce(tensor, _OPERATIONS[op], group=group, async_op=later))
+
+
+# Whether rows lie ready or must be packed differs from rank to rank, the bytes that travel do not: what decides how
+# they travel is asked here alone, so that both ends of a pair agree.
+
+
+def _reduce_scatter_rows(
+    result: Tensor, tensor: Tensor, group: dist.ProcessGroup, later: bool, direct: bool
+) -> Finish | None:
+    """The sum of this rank's rows of `tensor`; both contiguous, equally many rows for every rank."""
+    if direct and pair.suits(group, tensor):
+        return _now(pair.reduce_scatter(result, tensor, group), later)
+    return _after(_reduce_scatter_into(result, tensor, group=group, async_op=later))
+
+
+def _all_gather_rows(
+    result: Tensor, tensor: Tensor, group: dist.ProcessGroup, later: bool, direct: bool
+) -> Finish | None:
+    """All ranks' rows; both contiguous, equally many rows from every rank."""
+    if direct and pair.suits(group, result):
+        return _now(pair.all_gather(result, tensor, group), later)
+    return _after(_all_gather_into(result, tensor, group=group, async_op=later))
 
 
 def _now(finish: Finish, later: bool) -> Finish | None:
@@ -213,16 +248,16 @@ def _now(finish: Finish, later: bool) -> Finish | None:
 
 
 def _all_reduce(
-    group: dist.ProcessGroup, reads: list[Slices], writes: list[Slices], whole: bool
+    group: dist.ProcessGroup, reads: list[Slices], writes: list[Slices], whole: bool, direct: bool
 ) -> Operation:
     def run(inputs: Tensors, outputs: Tensors, flat: Tensor | None, later: bool) -> Finish | None:
         if whole and flat is not None:
-            return all_reduce(flat, group, later=later)
+            return all_reduce(flat, group, later=later, direct=direct)
         if whole and len(inputs) == 1 and inputs[0] is outputs[0] and inputs[0].is_contiguous():
-            return all_reduce(inputs[0], group, later=later)
+            return all_reduce(inputs[0], group, later=later, direct=direct)
         buffer = pack(inputs, reads)
         buffer = buffer.clone() if len(inputs) == 1 else buffer
-        finish = all_reduce(buffer, group, later=True)
+        finish = all_reduce(buffer, group, later=True, direct=direct)
         assert finish is not None, "what is started early has an end"
 
         def spread() -> None:
@@ -235,7 +270,7 @@ def _all_reduce(
 
 
 def _reduce_scatter(
-    group: dist.ProcessGroup, reads_by: list[list[Slices]], writes: list[Slices], rows: bool
+    group: dist.ProcessGroup, reads_by: list[list[Slices]], writes: list[Slices], rows: bool, direct: bool
 ) -> Operation:
     counts = [count(reads) for reads in reads_by]
     longest = max(counts)
@@ -246,22 +281,31 @@ def _reduce_scatter(
         for place, reads in enumerate(reads_by):
             buffer[place * longest : place * longest + counts[place]] = pack(inputs, reads)
         mine = buffer.new_empty(longest)
-        work = _reduce_scatter_into(mine, buffer, group=group, async_op=later)
-        return _after(work, lambda: unpack(mine, outputs, writes))
+        finish = _reduce_scatter_rows(mine, buffer, group, True, direct)
+
+        def spread() -> None:
+            if finish is not None:
+                finish()
+            unpack(mine, outputs, writes)
+
+        return _now(spread, later)
 
     def run_rows(inputs: Tensors, outputs: Tensors, flat: Tensor | None, later: bool) -> Finish | None:
         """Equal pieces of one contiguous tensor along dim 0: nothing to pack."""
         if inputs[0].is_contiguous() and outputs[0].is_contiguous():
-            if pair.suits(group, inputs[0]):
-                return _now(pair.reduce_scatter(outputs[0], inputs[0], group), later)
-            return _after(_reduce_scatter_into(outputs[0], inputs[0], group=group, async_op=later))
+            return _reduce_scatter_rows(outputs[0], inputs[0], group, later, direct)
         return run(inputs, outputs, flat, later)
 
     return run_rows if rows else run
 
 
 def _all_gather(
-    group: dist.ProcessGroup, reads: list[Slices], writes_by: list[list[Slices]], me: int, rows: bool
+    group: dist.ProcessGroup,
+    reads: list[Slices],
+    writes_by: list[list[Slices]],
+    me: int,
+    rows: bool,
+    direct: bool,
 ) -> Operation:
     counts = [count(writes) for writes in writes_by]
     longest = max(counts)
@@ -271,21 +315,20 @@ def _all_gather(
         mine = inputs[0].new_zeros(longest)
         mine[: counts[me]] = pack(inputs, reads)
         buffer = mine.new_empty(longest * len(counts))
-        work = _all_gather_into(buffer, mine, group=group, async_op=later)
+        finish = _all_gather_rows(buffer, mine, group, True, direct)
 
         def spread() -> None:
+            if finish is not None:
+                finish()
             for place, writes in enumerate(writes_by):
                 unpack(buffer[place * longest : place * longest + counts[place]], outputs, writes)
 
-        return _after(work, spread)
+        return _now(spread, later)
 
     def run_rows(inputs: Tensors, outputs: Tensors, flat: Tensor | None, later: bool) -> Finish | None:
         """Equal pieces of one contiguous tensor along dim 0: nothing to unpack."""
         if outputs[0].is_contiguous():
-            mine = inputs[0].contiguous()
-            if pair.suits(group, outputs[0]):
-                return _now(pair.all_gather(outputs[0], mine, group), later)
-            return _after(_all_gather_into(outputs[0], mine, group=group, async_op=later))
+            return _all_gather_rows(outputs[0], inputs[0].contiguous(), group, later, direct)
         return run(inputs, outputs, flat, later)
 
     return run_rows if rows else run

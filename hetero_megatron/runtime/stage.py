@@ -39,7 +39,8 @@ class ShapedExchange:
         self._exchange = lru_cache(maxsize=256)(self._compile)
 
     def _compile(self, shape: Shape) -> Exchange:
-        return Exchange(self.plan, self._rank, self._groups, [full_shape(self.plan.src, self._rank, shape)])
+        shapes = [full_shape(self.plan.src, self._rank, shape)]
+        return Exchange(self.plan, self._rank, self._groups, shapes, meets_at_once=True)
 
     def __call__(self, shard: Tensor) -> Tensor:
         """The shard in the destination layout; what is deferred runs behind the exchange."""
