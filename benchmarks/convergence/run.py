@@ -53,6 +53,7 @@ def draw(losses: dict[str, list[float]], warm_up: int, png: Path) -> None:
     )
     apart.set_ylabel("difference to\none device, %")
     apart.set_xlabel("step")
+    png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, dpi=120)
 
 
