@@ -22,13 +22,17 @@ from hetero_megatron.pipeline.schedule import Tasks
 from hetero_megatron.pipeline.schedule_file import read_csv
 from hetero_megatron.recipe_sections import (
     SCHEDULE_FILE,
+    CheckpointSection,
     DataSection,
+    EvaluationSection,
     KernelsSection,
+    LoggingSection,
     ModelSection,
     NodesSection,
     OutputSection,
     PipelineSection,
     Section,
+    SourceSection,
     StageSection,
     StrategySection,
     TrainingSection,
@@ -59,7 +63,7 @@ def _known_kinds(value: object) -> object:
 
 
 class Recipe(Section):
-    """One run: model, cluster, strategy, data, training, kernels, output.
+    """One run: model, cluster, strategy, data, training, kernels, evaluation, checkpoint, logging, output.
 
     >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=10"])
     """
@@ -72,6 +76,9 @@ class Recipe(Section):
     data: Annotated[DataSection, _expanded("data")] = DataSection()
     training: TrainingSection
     kernels: KernelsSection = KernelsSection()
+    evaluation: EvaluationSection | None = None
+    checkpoint: CheckpointSection = CheckpointSection()
+    logging: LoggingSection = LoggingSection()
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
     _file: str = PrivateAttr("recipe")
 
@@ -358,6 +365,10 @@ def _homes() -> dict[str, str]:
         "data": DataSection,
         "training": TrainingSection,
         "kernels": KernelsSection,
+        "evaluation": EvaluationSection,
+        "checkpoint": CheckpointSection,
+        "logging": LoggingSection,
+        "data.sources[]": SourceSection,
         "output": OutputSection,
         "the top level": Recipe,
     }

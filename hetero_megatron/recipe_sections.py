@@ -190,20 +190,60 @@ class StrategySection(Section):
         return self
 
 
-class DataSection(Section):
-    """Where documents come from: a folder, a list of files, or (neither) the standard library's source files.
+class SourceSection(Section):
+    """One source of documents, and its share of the tokens beside other sources.
 
-    Paths are relative to the folder in which the command runs.
+    `path` is a folder of files, one document each; a .json, .jsonl, .parquet or .txt file (or a pattern such as
+    `corpus/*.jsonl`); a folder that `datasets` has saved; the common prefix of a Megatron .bin/.idx pair; or the
+    name of a dataset on the Hugging Face hub. `format` says which when the path does not tell.
+    """
+
+    path: str
+    format: Literal["auto", "files", "json", "parquet", "text", "saved", "megatron", "hub"] = "auto"
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    suffixes: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    text_key: str = "text"
+    split: str = "train"
+    config: str | None = None
+    stream: bool = False
+
+
+class DataSection(Section):
+    """Where documents come from, how they become tokens, and how tokens become samples.
+
+    A folder, a list of files, a list of sources, or (none of them) the standard library's source files. Paths are
+    relative to the folder in which the command runs.
+
+    `tokenizer` is `byte`, a tokenizer.json or a Hugging Face folder with one, or a SentencePiece .model file.
+    `bad_documents` says what happens to text that is missing, of another type or not UTF-8.
+    `packing`: under `rows` a sample is seq_length tokens cut from the stream of all documents; under `documents` a
+    sample is a document, and a step takes as many as fit into global_batch_size * seq_length tokens.
+    `long_documents` says what happens to a document of more than seq_length tokens under `documents`.
+    `last_batch`: the step at the end of a number of epochs that is not full is trained on, or dropped.
+    `workers` processes per rank prepare up to `prefetch` steps each ahead; 0 prepares inside the step.
+    `cache`: where tokenized text is kept; left out, `data` in the run's folder.
+    `shuffle_buffer`: how many documents of a stream are put in random order together.
     """
 
     folder: str | None = None
     suffixes: Annotated[tuple[str, ...], Field(strict=False)] = ()
     files: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    sources: Annotated[tuple[SourceSection, ...], Field(strict=False, min_length=1)] | None = None
+    tokenizer: str = "byte"
+    bad_documents: Literal["stop", "skip", "replace"] = "stop"
+    packing: Literal["rows", "documents"] = "rows"
+    long_documents: Literal["split", "truncate", "drop"] = "split"
+    last_batch: Literal["keep", "drop"] = "keep"
+    workers: Annotated[int, Field(ge=0)] = 1
+    prefetch: Count = 2
+    cache: str | None = None
+    shuffle_buffer: Count = 1024
 
     @model_validator(mode="after")
     def _one_source(self) -> "DataSection":
-        if self.folder is not None and self.files is not None:
-            raise RecipeError("folder and files are both given; one of them is the corpus")
+        given = [name for name in ("folder", "files", "sources") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise RecipeError(f"{given[0]} and {given[1]} are both given; one of them is the corpus")
         if self.suffixes and self.folder is None:
             raise RecipeError("suffixes choose files in a folder; give folder too")
         return self
@@ -212,15 +252,20 @@ class DataSection(Section):
 class TrainingSection(Section):
     """How long, how much, how fast; names and defaults are Megatron's.
 
+    Either `train_iters` steps, or as many steps as `train_epochs` passes over the data take.
     `bucket_size`: gradients and parameters travel in buckets of about this many elements of the full tensors.
     """
 
-    train_iters: Count
+    train_iters: Count | None = None
+    train_epochs: Annotated[float, Field(gt=0)] | None = None
     global_batch_size: Count
     seq_length: Count
     lr: Annotated[float, Field(ge=0)]
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    lr_decay_style: Literal["constant", "cosine"] = "constant"
+    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "constant"
+    lr_decay_iters: Count | None = None
+    lr_wsd_decay_iters: Count | None = None
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     lr_warmup_iters: Annotated[int, Field(ge=0)] = 0
     optimizer: Literal["adam", "sgd"] = "adam"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -241,6 +286,8 @@ class TrainingSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainingSection":
+        if (self.train_iters is None) == (self.train_epochs is None):
+            raise RecipeError("give train_iters or train_epochs, one of the two: how long the run is")
         if self.min_lr > self.lr:
             raise RecipeError(
                 f"min_lr {self.min_lr:g} is above lr {self.lr:g}; the rate falls from lr to min_lr"
@@ -255,6 +302,47 @@ class KernelsSection(Section):
     rms_norm: Literal["auto", "transformer-engine", "apex", "torch"] = "auto"
     cross_entropy: Literal["auto", "torch"] = "auto"
     adam: Literal["auto", "transformer-engine", "apex", "torch"] = "auto"
+
+
+class EvaluationSection(Section):
+    """A held-out corpus, and how often and on how much of it the loss is measured (sections as in `data`).
+
+    Every `interval` steps, and after the last one, the loss of the same first `iters` batches is measured.
+    """
+
+    data: DataSection
+    interval: Count = 100
+    iters: Count = 10
+
+
+class CheckpointSection(Section):
+    """When and where states are saved, and from which one a run starts.
+
+    `interval`: a save every so many steps and after the last; left out, only after the last and on SIGTERM or SIGINT.
+    `keep_last`: how many finished checkpoints stay. `asynchronous`: files are written while training goes on.
+    `resume`: `auto` goes on from the newest complete checkpoint in the run's folder, if there is one; `never` starts
+    anew and refuses a folder with checkpoints; a number is the iteration to go on from.
+    `load`: another run's folder to start from when this run's folder has no checkpoint.
+    `override_lr_schedule`: a resumed run takes the learning-rate schedule of the recipe, not the saved one.
+    """
+
+    interval: Count | None = None
+    keep_last: Count = 3
+    asynchronous: bool = True
+    resume: Literal["auto", "never"] | Annotated[int, Field(ge=0)] = "auto"
+    load: str | None = None
+    override_lr_schedule: bool = False
+
+
+class LoggingSection(Section):
+    """Where metrics go besides `metrics.jsonl`, and when a loss counts as a spike.
+
+    `wandb` is the project's name. `spike_factor`: a loss of more than this many times the running mean is noted.
+    """
+
+    tensorboard: bool = False
+    wandb: str | None = None
+    spike_factor: Annotated[float, Field(gt=1)] = 1.5
 
 
 class OutputSection(Section):

@@ -108,7 +108,7 @@ def _settings(recipe: Recipe) -> OptimizerSettings:
         min_lr=t.min_lr,
         lr_decay_style=t.lr_decay_style,
         lr_warmup_iters=t.lr_warmup_iters,
-        train_iters=t.train_iters,
+        train_iters=t.train_iters or 0,
         beta1=t.adam_beta1,
         beta2=t.adam_beta2,
         eps=t.adam_eps,
@@ -177,8 +177,11 @@ def train_rank(run: Run, world: World) -> None:
     session = start_session(run, world)
     summary = RunSummary(flops_per_token(run.config, training.seq_length))
     folder = Path(run.recipe.output.folder)
-    with _metrics(folder if leads else None) as metrics, RunProgress(training.train_iters, leads) as progress:
-        for iteration in range(training.train_iters):
+    with (
+        _metrics(folder if leads else None) as metrics,
+        RunProgress(run.settings.train_iters, leads) as progress,
+    ):
+        for iteration in range(run.settings.train_iters):
             batches = run.batches(world.rank, iteration, world.device)
             result = session.step(batches, skip_nonfinite=training.nonfinite == "skip")
             summary.add(result)
@@ -186,7 +189,7 @@ def train_rank(run: Run, world: World) -> None:
             if metrics is not None:
                 print(json.dumps(_metric(result)), file=metrics, flush=True)
             if result.skipped or result.iteration == 1 or result.iteration % training.log_interval == 0:
-                sizes = (training.train_iters, training.global_batch_size, session.skipped_iterations)
+                sizes = (run.settings.train_iters, training.global_batch_size, session.skipped_iterations)
                 progress.log(log_line(result, *sizes, strategy))
     if leads:
         summary.print(folder)

@@ -48,6 +48,7 @@ class StepResult:
         skipped: why no update was made, or "".
         seconds: wall time of this rank's `step`, and how much of it all ranks together spend on average in
             `compute`, in `communication` and in `bubble` (waiting for a stage); never more than `step`.
+        votes: the votes of all ranks added up, equal on every rank.
     """
 
     iteration: int
@@ -57,6 +58,7 @@ class StepResult:
     valid_tokens: int
     skipped: str
     seconds: Mapping[str, float]
+    votes: tuple[float, ...] = ()
 
 
 class Session:
@@ -96,11 +98,16 @@ class Session:
         self.gradient_hook: GradientHook | None = None
         self._adam: AdamKernel = kernels.get("adam", fused_adamw)
 
-    def step(self, batches: Sequence[MicroBatch], skip_nonfinite: bool = True) -> StepResult:
+    def step(
+        self, batches: Sequence[MicroBatch], skip_nonfinite: bool = True, votes: Sequence[float] = ()
+    ) -> StepResult:
         """Run one step on this pipeline's micro-batches and update the weights.
 
         Every rank of a pipeline passes the same micro-batches. The gradient is that of the sum of token losses
         over all pipelines divided by all valid targets of the step, whatever the micro-batch counts.
+
+        `votes` are numbers about which the ranks have to agree, such as 1 on a rank that was asked to stop. They
+        travel with the step's other numbers, and their sums are in the result; all ranks pass equally many.
 
         Raises:
             GraphError: a micro-batch's tokens do not divide as the strategy cuts them (A.2).
@@ -120,7 +127,7 @@ class Session:
         at = time.perf_counter()
         self.sync.finish()
         self.clock.add("communication", at)
-        return self._finish(loss_sum, self._valid_tokens(batches), began, skip_nonfinite)
+        return self._finish(loss_sum, self._valid_tokens(batches), began, skip_nonfinite, votes)
 
     def _run_schedule(self, actions: Sequence[Step], batches: Sequence[MicroBatch]) -> Tensor:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -147,7 +154,9 @@ class Session:
             count += batch.valid_tokens
         return count
 
-    def _finish(self, loss_sum: Tensor, count: Tensor, began: float, skip_nonfinite: bool) -> StepResult:
+    def _finish(
+        self, loss_sum: Tensor, count: Tensor, began: float, skip_nonfinite: bool, votes: Sequence[float]
+    ) -> StepResult:
         """Agree on the step's numbers, then update everywhere or nowhere."""
         if self.gradient_hook is not None:
             (divisor,) = self._all_sum(count.clone())
@@ -157,8 +166,9 @@ class Session:
         numbers = torch.stack([count[0], loss_sum, squared_norm(self.state).to(count.device)])
         self.clock.add("compute", at)
         elapsed = time.perf_counter() - began
-        clock = numbers.new_tensor([elapsed, *(self.clock.seconds[kind] for kind in KINDS)])
-        divisor, loss_total, squares, whole, *parts = self._all_sum(torch.cat([numbers, clock]))
+        own = numbers.new_tensor([elapsed, *(self.clock.seconds[kind] for kind in KINDS), *votes])
+        divisor, loss_total, squares, whole, *others = self._all_sum(torch.cat([numbers, own]))
+        parts, voted = others[: len(KINDS)], tuple(others[len(KINDS) :])
         norm = (squares**0.5) / divisor if divisor else 0.0
         loss = loss_total / divisor if divisor else 0.0
         self.iteration += 1
@@ -187,7 +197,7 @@ class Session:
         seconds = {kind: step * part / whole for kind, part in zip(KINDS, parts, strict=True)} | {
             "step": step
         }
-        return StepResult(self.iteration, loss, norm, lr, int(divisor), skipped, seconds)
+        return StepResult(self.iteration, loss, norm, lr, int(divisor), skipped, seconds, voted)
 
     def _all_sum(self, values: Tensor) -> list[float]:
         if len(self.world.ranks) > 1:
