@@ -112,17 +112,19 @@ def prepare(recipe: Recipe) -> Run:
         HeteroError: whatever does not do, with the recipe's file.
     """
     with recipe.named():
+        recipe.make_folder()
+        check_installed(recipe.logging.tensorboard, recipe.logging.wandb)
         config = recipe.make_config()
         model = Llama(config)
         program = build_program(recipe, model)
         device = device_type(program)
         kernels = _kernels(recipe, config, device)
-        data = _data_path(recipe, recipe.data, config, program)
-        held_out = _held_out(recipe, config, program)
-        settings = _settings(recipe, data.steps)
-        run = Run(recipe, config, model, program, data, held_out, settings, device, kernels)
-        recipe.make_folder()
-        return run
+        start = find_start(recipe, program, say)
+        data = _data_path(recipe, recipe.data, "data", program, config, recipe.training.train_epochs)
+        held_out = _held_out(recipe, program, config)
+        train_iters = recipe.training.train_iters or data.steps.count()
+        settings = recipe.training.optimizer_settings(train_iters)
+        return start.applied(Run(recipe, config, model, program, data, held_out, settings, device, kernels))
 
 
 def build_program(recipe: Recipe, model: Llama) -> Program:
@@ -131,67 +133,30 @@ def build_program(recipe: Recipe, model: Llama) -> Program:
 
 
 def _data_path(
-    recipe: Recipe, section: DataSection, config: LlamaConfig, program: Program, epochs: float | None
+    recipe: Recipe, section: DataSection, where: str, program: Program, config: LlamaConfig, epochs: float | None
 ) -> DataPath:
-    """The samples of a corpus, its steps, and how they are shared over the pipelines."""
-    training = recipe.training
-    samples = _samples(recipe, section, config)
-    rows, length = training.global_batch_size, training.seq_length
-    steps = Steps(samples, rows, length, section.packing, epochs, section.last_batch)
-    pipelines = program.strategy.pipelines
-    if section.packing == "rows":
-        sizes = [(pipeline.micro_batches, pipeline.micro_batch_size) for pipeline in pipelines]
-        return DataPath(steps, RowPacking(samples, rows, sizes), section)
-    lanes = [
-        Lane(
-            pipeline.micro_batches,
-            pipeline.micro_batch_size * length,
-            float(pipeline.micro_batches * pipeline.micro_batch_size),
-            program.token_multiple(number),
+    """The samples of a corpus, its steps, and how they are shared over the pipelines; `where` is its section."""
+    rows, length, seed = recipe.training.global_batch_size, recipe.training.seq_length, recipe.training.seed
+    sources = recipe.open_sources(section, where)
+    with recipe.in_section(where):
+        samples = make_samples(
+            sources, section.packing, seed, length, section.long_documents, section.shuffle_buffer
         )
-        for number, pipeline in enumerate(pipelines)
-    ]
-    return DataPath(steps, DocumentPacking(samples, length, lanes, _work(config, lanes)), section)
-
-
-def _work(config: LlamaConfig, lanes: Sequence[Lane]) -> Cost:
-    """FLOPs of a micro-batch's documents over the pipeline's share of the work."""
-
-    def cost(pipeline: int, lengths: Sequence[int]) -> float:
-        return sum(length * flops_per_token(config, length) for length in lengths) / lanes[pipeline].weight
-
-    return cost
-
-
-def _samples(recipe: Recipe, section: DataSection, config: LlamaConfig) -> Samples:
-    """What training counts; of several sources, blended by their shares of the tokens."""
-    seed, length = recipe.training.seed, recipe.training.seq_length
-    del config
-    sources = [Source(ByteDocuments(recipe.open_corpus()))]
-
-    def of(source: Source) -> Samples:
+        steps = Steps(samples, rows, length, section.packing, epochs, section.last_batch)
         if section.packing == "rows":
-            return PackedRows(source.documents, seed, length)
-        return DocumentSamples(source.documents, seed, length, section.long_documents)
+            sizes = [(p.micro_batches, p.micro_batch_size) for p in program.strategy.pipelines]
+            return DataPath(steps, RowPacking(samples, rows, sizes), section)
+        lanes = lanes_of(program, length)
+        linear = flops_per_token(config, 0)
+        cost = flop_cost(linear, flops_per_token(config, 1) - linear, lanes)
+        return DataPath(steps, DocumentPacking(samples, length, lanes, cost), section)
 
-    return of(sources[0])
 
-
-def _settings(recipe: Recipe, steps: Steps) -> OptimizerSettings:
-    t = recipe.training
-    return OptimizerSettings(
-        name=t.optimizer,
-        lr=t.lr,
-        min_lr=t.min_lr,
-        lr_decay_style=t.lr_decay_style,
-        lr_warmup_iters=t.lr_warmup_iters,
-        train_iters=t.train_iters or steps.count(),
-        beta1=t.adam_beta1,
-        beta2=t.adam_beta2,
-        eps=t.adam_eps,
-        weight_decay=t.weight_decay,
-        clip_grad=t.clip_grad,
-    )
+def _held_out(recipe: Recipe, program: Program, config: LlamaConfig) -> DataPath | None:
+    """The data of the evaluation section, taken in one pass at most."""
+    if recipe.evaluation is None:
+        return None
+    return _data_path(recipe, recipe.evaluation.data, "evaluation.data", program, config, 1.0)
 
 
 def _kernels(recipe: Recipe, config: LlamaConfig, device: str) -> Kernels:
