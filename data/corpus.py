@@ -5,7 +5,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from hetero_megatron.errors import DataError
 
@@ -13,6 +13,7 @@ from hetero_megatron.errors import DataError
 FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
+@runtime_checkable
 class Corpus(Protocol):
     """Numbered documents. Names and sizes cost nothing to ask for; only `read` touches a document."""
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.data.rows import Piece
+from hetero_megatron.data.piece import Piece
 
 
 class Samples(Protocol):
