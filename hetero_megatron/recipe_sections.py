@@ -359,6 +359,7 @@ class CheckpointSection(Section):
     anew and refuses a folder with checkpoints; a number is the iteration to go on from.
     `load`: another run's folder to start from when this run's folder has no checkpoint.
     `override_lr_schedule`: a resumed run takes the learning-rate schedule of the recipe, not the saved one.
+    `new_data`: a resumed run goes through other data than before, from its first sample.
     """
 
     interval: Count | None = None
@@ -367,6 +368,7 @@ class CheckpointSection(Section):
     resume: Literal["auto", "never"] | Annotated[int, Field(ge=0)] = "auto"
     load: str | None = None
     override_lr_schedule: bool = False
+    new_data: bool = False
 
 
 class LoggingSection(Section):

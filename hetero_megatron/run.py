@@ -1,24 +1,26 @@
 """A recipe made ready: everything that can be refused is refused here, before the first process (DESIGN §5)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from hetero_megatron.data.blend import blend
-from hetero_megatron.data.document_dispatch import Lane
+from hetero_megatron.data.blend import Blend
 from hetero_megatron.data.document_samples import DocumentSamples
-from hetero_megatron.data.documents import Source
+from hetero_megatron.data.documents import Documents, Source
+from hetero_megatron.data.lanes import flop_cost, lanes_of
 from hetero_megatron.data.loader import Loader
 from hetero_megatron.data.packing import DocumentPacking, Packing, RowPacking
 from hetero_megatron.data.packing import prepare as make_batches
 from hetero_megatron.data.rows import PackedRows
 from hetero_megatron.data.samples import DataPosition, Samples
 from hetero_megatron.data.steps import Steps
-from hetero_megatron.errors import LayerError, StrategyError
+from hetero_megatron.data.stream_samples import StreamSamples
+from hetero_megatron.errors import DataError, LayerError, StrategyError
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.layers.kernels import Facts, Kernels, choose_all
+from hetero_megatron.metrics import check_installed
 from hetero_megatron.models.config import LlamaConfig, flops_per_token
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.program import Program
@@ -26,8 +28,10 @@ from hetero_megatron.recipe import Recipe
 from hetero_megatron.recipe_sections import DataSection
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.optimizer import OptimizerSettings
+from hetero_megatron.starting import Start, find_start
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class DataPath:
     def batches(
         self, program: Program, rank: int, position: DataPosition, device: torch.device
     ) -> list[MicroBatch]:
-        """This rank's micro-batches of the step at `position`, made here and now."""
+        """This rank's micro-batches of the step at `position`, made here and now; none behind the end."""
         number, _ = program.pipeline_of(rank)
         step = self.steps.at(position)
         if step is None:
@@ -57,6 +61,14 @@ class DataPath:
         share = self.packing.share(step)
         made = make_batches(self.packing, share, number, program.token_multiple(number))
         return [batch.on(device) for batch in made]
+
+    def identity(self) -> dict[str, object]:
+        """What decides which tokens sample k has: two runs with equal ones go through the same samples."""
+        section = self.section
+        found: dict[str, object] = {"packing": section.packing, "seq_length": self.steps.seq_length}
+        if section.packing == "documents":
+            found["long_documents"] = section.long_documents
+        return found | {"samples_per_pass": self.steps.samples.per_pass}
 
 
 @dataclass(frozen=True)
@@ -72,16 +84,22 @@ class Run:
     settings: OptimizerSettings
     device: str
     kernels: Kernels
-    start: "Start" = field(default_factory=lambda: Start())
+    start: Start
 
     @property
     def folder(self) -> Path:
         """The run's folder."""
         return Path(self.recipe.output.folder)
 
+    @property
+    def identity(self) -> dict[str, object]:
+        """What decides which tokens sample k has."""
+        return {"seed": self.recipe.training.seed, **self.data.identity()}
+
     def held_out_batches(self, rank: int, device: torch.device) -> list[list[MicroBatch]]:
-        """This rank's micro-batches of every evaluation step: always the same samples."""
-        assert self.held_out is not None and self.recipe.evaluation is not None, "the recipe has no evaluation"
+        """This rank's micro-batches of every evaluation step: the same samples each time."""
+        if self.held_out is None or self.recipe.evaluation is None:
+            return []
         found, position = [], DataPosition()
         for _ in range(self.recipe.evaluation.iters):
             step = self.held_out.steps.at(position)
@@ -92,39 +110,27 @@ class Run:
         return found
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins: a checkpoint or nothing, and where its data goes on.
-
-    Attributes:
-        notices: what a person should know of it.
-    """
-
-    checkpoint: Path | None = None
-    position: DataPosition = DataPosition()
-    notices: tuple[str, ...] = ()
-
-
-def prepare(recipe: Recipe) -> Run:
+def prepare(recipe: Recipe, say: Say = print) -> Run:
     """Everything that can be refused is refused here, before the first process.
 
     Raises:
         HeteroError: whatever does not do, with the recipe's file.
     """
     with recipe.named():
-        recipe.make_folder()
-        check_installed(recipe.logging.tensorboard, recipe.logging.wandb)
         config = recipe.make_config()
         model = Llama(config)
         program = build_program(recipe, model)
         device = device_type(program)
         kernels = _kernels(recipe, config, device)
-        start = find_start(recipe, program, say)
-        data = _data_path(recipe, recipe.data, "data", program, config, recipe.training.train_epochs)
+        check_installed(recipe.logging.tensorboard, recipe.logging.wandb)
+        data = _data_path(recipe, recipe.data, program, config, recipe.training.train_epochs)
         held_out = _held_out(recipe, program, config)
         train_iters = recipe.training.train_iters or data.steps.count()
         settings = recipe.training.optimizer_settings(train_iters)
-        return start.applied(Run(recipe, config, model, program, data, held_out, settings, device, kernels))
+        recipe.make_folder()
+        identity = {"seed": recipe.training.seed, **data.identity()}
+        start = find_start(recipe, program, settings, identity, say)
+        return Run(recipe, config, model, program, data, held_out, start.settings, device, kernels, start)
 
 
 def build_program(recipe: Recipe, model: Llama) -> Program:
@@ -133,30 +139,48 @@ def build_program(recipe: Recipe, model: Llama) -> Program:
 
 
 def _data_path(
-    recipe: Recipe, section: DataSection, where: str, program: Program, config: LlamaConfig, epochs: float | None
+    recipe: Recipe, section: DataSection, program: Program, config: LlamaConfig, epochs: float | None
 ) -> DataPath:
-    """The samples of a corpus, its steps, and how they are shared over the pipelines; `where` is its section."""
-    rows, length, seed = recipe.training.global_batch_size, recipe.training.seq_length, recipe.training.seed
-    sources = recipe.open_sources(section, where)
-    with recipe.in_section(where):
-        samples = make_samples(
-            sources, section.packing, seed, length, section.long_documents, section.shuffle_buffer
-        )
-        steps = Steps(samples, rows, length, section.packing, epochs, section.last_batch)
-        if section.packing == "rows":
-            sizes = [(p.micro_batches, p.micro_batch_size) for p in program.strategy.pipelines]
-            return DataPath(steps, RowPacking(samples, rows, sizes), section)
-        lanes = lanes_of(program, length)
-        linear = flops_per_token(config, 0)
-        cost = flop_cost(linear, flops_per_token(config, 1) - linear, lanes)
-        return DataPath(steps, DocumentPacking(samples, length, lanes, cost), section)
+    """The samples of a corpus, its steps, and how they are shared over the pipelines."""
+    rows, length = recipe.training.global_batch_size, recipe.training.seq_length
+    samples = _samples(recipe.open_sources(section), section, recipe.training.seed, length)
+    steps = Steps(samples, rows, length, section.packing, epochs, section.last_batch)
+    if section.packing == "rows":
+        sizes = [(p.micro_batches, p.micro_batch_size) for p in program.strategy.pipelines]
+        return DataPath(steps, RowPacking(samples, rows, sizes), section)
+    lanes = lanes_of(program, length)
+    linear = flops_per_token(config, 0)
+    cost = flop_cost(linear, flops_per_token(config, 1) - linear, lanes)
+    return DataPath(steps, DocumentPacking(samples, length, lanes, cost), section)
 
 
 def _held_out(recipe: Recipe, program: Program, config: LlamaConfig) -> DataPath | None:
-    """The data of the evaluation section, taken in one pass at most."""
+    """The data of the evaluation section: one pass at most, which is not trained on here."""
     if recipe.evaluation is None:
         return None
-    return _data_path(recipe, recipe.evaluation.data, "evaluation.data", program, config, 1.0)
+    return _data_path(recipe, recipe.evaluation.data, program, config, 1.0)
+
+
+def _samples(sources: list[Source], section: DataSection, seed: int, seq_length: int) -> Samples:
+    """What training counts; those of several sources in turn, by their shares of the tokens."""
+
+    def of(source: Source) -> Samples:
+        documents = source.documents
+        if not isinstance(documents, Documents):
+            if section.packing == "rows":
+                raise DataError(
+                    "a stream cannot be cut into rows, because its length is not known; use packing: documents, "
+                    "or drop stream"
+                )
+            return StreamSamples(
+                documents, seed, seq_length, section.long_documents, section.shuffle_buffer
+            )
+        if section.packing == "rows":
+            return PackedRows(documents, seed, seq_length)
+        return DocumentSamples(documents, seed, seq_length, section.long_documents)
+
+    found = [of(source) for source in sources]
+    return found[0] if len(found) == 1 else Blend(found, [source.weight for source in sources])
 
 
 def _kernels(recipe: Recipe, config: LlamaConfig, device: str) -> Kernels:
