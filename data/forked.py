@@ -1,7 +1,6 @@
 """Numbered tasks shared among forked processes, which end with this one (paper §8, data)."""
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -11,8 +10,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeAlias
 
 from hetero_megatron.errors import DataError
+from hetero_megatron.runtime.launch import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
 Report: TypeAlias = Callable[[object], None]
 Work: TypeAlias = Callable[[int, Report], object]
 
@@ -79,10 +78,7 @@ def _serve(connection: Connection, work: Work, parent: int) -> None:
     """Do what is sent until the other end is gone; an interrupt is the parent's affair."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
+    end_with_parent(parent)
     with contextlib.suppress(EOFError, OSError):
         while True:
             task = connection.recv()

@@ -18,8 +18,9 @@ from hetero_megatron.runtime.session import Evaluation, Session, StepResult
 from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
-Told = Callable[[StepResult, LoadedStep, Evaluation | None, str | None], None]
-"""What is done with a step's numbers: its result, its data, what was measured after it, and what is worth a note."""
+Told = Callable[[StepResult, LoadedStep, Evaluation | None, str | None, int], None]
+"""What is done with a step's numbers: its result, its data, what was measured after it, what is worth a note, and on
+how many targets the run was trained so far."""
 
 
 @dataclass
@@ -75,9 +76,9 @@ class Loop:
         numbers = loaded.samples.numbers
         note = self.spikes.add(result, (numbers[0], numbers[-1]))
         measured = None
-        if self._is_due(self.evaluation and self.evaluation.interval) and not asked:
+        if self.evaluation and self._is_due(self.evaluation.interval) and not asked:
             measured = self._evaluate()
-        self.told(result, loaded, measured, note)
+        self.told(result, loaded, measured, note, self.consumed_tokens)
         refusal = self.skips.add(result)
         if self._is_due(self.checkpoint.interval) and not refusal:
             self._save(loaded.position)

@@ -1,14 +1,14 @@
 """A recipe made ready: everything that can be refused is refused here, before the first process (DESIGN §5)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from hetero_megatron.data.blend import Blend
 from hetero_megatron.data.document_samples import DocumentSamples
-from hetero_megatron.data.documents import Documents, Source
+from hetero_megatron.data.documents import Source, Stream
 from hetero_megatron.data.lanes import flop_cost, lanes_of
 from hetero_megatron.data.loader import Loader
 from hetero_megatron.data.packing import DocumentPacking, Packing, RowPacking
@@ -23,12 +23,14 @@ from hetero_megatron.layers.kernels import Facts, Kernels, choose_all
 from hetero_megatron.metrics import check_installed
 from hetero_megatron.models.config import LlamaConfig, flops_per_token
 from hetero_megatron.models.llama import Llama
+from hetero_megatron.preparing import preparing_bar
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.recipe_sections import DataSection
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.optimizer import OptimizerSettings
-from hetero_megatron.starting import Start, find_start
+from hetero_megatron.runtime.world import World
+from hetero_megatron.starting import Start, agree_on_start, find_start
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Say = Callable[[str], None]
@@ -46,9 +48,7 @@ class DataPath:
         """The steps of this rank's pipeline from `position` on, prepared ahead."""
         number, _ = program.pipeline_of(rank)
         multiple, section = program.token_multiple(number), self.section
-        return Loader(
-            self.steps, self.packing, number, multiple, position, section.workers, section.prefetch
-        )
+        return Loader(self.steps, self.packing, number, multiple, position, section.workers, section.prefetch)
 
     def batches(
         self, program: Program, rank: int, position: DataPosition, device: torch.device
@@ -96,6 +96,16 @@ class Run:
         """What decides which tokens sample k has."""
         return {"seed": self.recipe.training.seed, **self.data.identity()}
 
+    def agreed(self, world: World) -> "Run":
+        """Collective: this run, or the one that goes on from an earlier checkpoint, if this one's is damaged.
+
+        Raises:
+            CheckpointError: ranks see different checkpoints, or a damaged one was asked for; the same on every rank.
+        """
+        settings = self.recipe.training.optimizer_settings(self.settings.train_iters)
+        start = agree_on_start(world, self.start, self.recipe, self.program, settings, self.identity)
+        return self if start is self.start else replace(self, start=start, settings=start.settings)
+
     def held_out_batches(self, rank: int, device: torch.device) -> list[list[MicroBatch]]:
         """This rank's micro-batches of every evaluation step: the same samples each time."""
         if self.held_out is None or self.recipe.evaluation is None:
@@ -123,11 +133,11 @@ def prepare(recipe: Recipe, say: Say = print) -> Run:
         device = device_type(program)
         kernels = _kernels(recipe, config, device)
         check_installed(recipe.logging.tensorboard, recipe.logging.wandb)
-        data = _data_path(recipe, recipe.data, program, config, recipe.training.train_epochs)
-        held_out = _held_out(recipe, program, config)
+        recipe.make_folder()
+        data = _data_path(recipe, program, config, say)
+        held_out = _data_path(recipe, program, config, say, True) if recipe.evaluation else None
         train_iters = recipe.training.train_iters or data.steps.count()
         settings = recipe.training.optimizer_settings(train_iters)
-        recipe.make_folder()
         identity = {"seed": recipe.training.seed, **data.identity()}
         start = find_start(recipe, program, settings, identity, say)
         return Run(recipe, config, model, program, data, held_out, start.settings, device, kernels, start)
@@ -139,11 +149,18 @@ def build_program(recipe: Recipe, model: Llama) -> Program:
 
 
 def _data_path(
-    recipe: Recipe, section: DataSection, program: Program, config: LlamaConfig, epochs: float | None
+    recipe: Recipe, program: Program, config: LlamaConfig, say: Say, evaluation: bool = False
 ) -> DataPath:
-    """The samples of a corpus, its steps, and how they are shared over the pipelines."""
-    rows, length = recipe.training.global_batch_size, recipe.training.seq_length
-    samples = _samples(recipe.open_sources(section), section, recipe.training.seed, length)
+    """The samples of a corpus, its steps, and how they are shared over the pipelines.
+
+    Evaluation takes one pass over its data at most.
+    """
+    training, section, epochs = recipe.training, recipe.data, recipe.training.train_epochs
+    if evaluation and recipe.evaluation is not None:
+        section, epochs = recipe.evaluation.data, 1.0
+    rows, length = training.global_batch_size, training.seq_length
+    sources = recipe.open_sources(say, preparing_bar, evaluation)
+    samples = _samples(sources, section, training.seed, length)
     steps = Steps(samples, rows, length, section.packing, epochs, section.last_batch)
     if section.packing == "rows":
         sizes = [(p.micro_batches, p.micro_batch_size) for p in program.strategy.pipelines]
@@ -154,27 +171,18 @@ def _data_path(
     return DataPath(steps, DocumentPacking(samples, length, lanes, cost), section)
 
 
-def _held_out(recipe: Recipe, program: Program, config: LlamaConfig) -> DataPath | None:
-    """The data of the evaluation section: one pass at most, which is not trained on here."""
-    if recipe.evaluation is None:
-        return None
-    return _data_path(recipe, recipe.evaluation.data, program, config, 1.0)
-
-
 def _samples(sources: list[Source], section: DataSection, seed: int, seq_length: int) -> Samples:
     """What training counts; those of several sources in turn, by their shares of the tokens."""
 
     def of(source: Source) -> Samples:
         documents = source.documents
-        if not isinstance(documents, Documents):
+        if isinstance(documents, Stream):
             if section.packing == "rows":
                 raise DataError(
                     "a stream cannot be cut into rows, because its length is not known; use packing: documents, "
                     "or drop stream"
                 )
-            return StreamSamples(
-                documents, seed, seq_length, section.long_documents, section.shuffle_buffer
-            )
+            return StreamSamples(documents, seed, seq_length, section.long_documents, section.shuffle_buffer)
         if section.packing == "rows":
             return PackedRows(documents, seed, seq_length)
         return DocumentSamples(documents, seed, seq_length, section.long_documents)

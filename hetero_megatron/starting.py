@@ -9,11 +9,12 @@ from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.errors import CheckpointError
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
-from hetero_megatron.runtime.checkpoint_choice import choose
+from hetero_megatron.runtime.checkpoint_choice import agree_on_checkpoint, choose, choose_together
 from hetero_megatron.runtime.checkpoint_parts import shapes_of
 from hetero_megatron.runtime.checkpoint_read import SavedState
 from hetero_megatron.runtime.learning_rate import resumed_schedule
 from hetero_megatron.runtime.optimizer import OptimizerSettings
+from hetero_megatron.runtime.world import World
 
 Say = Callable[[str], None]
 
@@ -49,7 +50,45 @@ def find_start(
     Raises:
         CheckpointError: the one that is asked for is not there or not whole, or is of another model or other data.
     """
-    path = _chosen(recipe, say)
+    return _start(_chosen(recipe, say), recipe, program, settings, identity, say)
+
+
+def agree_on_start(
+    world: World,
+    start: Start,
+    recipe: Recipe,
+    program: Program,
+    settings: OptimizerSettings,
+    identity: Mapping[str, object],
+) -> Start:
+    """Collective: `start`, if every rank sees its checkpoint and the checksums are right.
+
+    Under `resume: auto` a damaged checkpoint is passed over for the one before, which is said.
+
+    Raises:
+        CheckpointError: ranks see different checkpoints, or a damaged one was asked for; the same on every rank.
+    """
+    own = Path(recipe.output.folder)
+    path = start.saved.path if start.saved else None
+    if recipe.checkpoint.resume == "never" or (path is not None and path.parent != own):
+        agree_on_checkpoint(world, path)
+        return start
+    found = choose_together(world, own, recipe.checkpoint.resume, _damage_only)
+    if found == path:
+        return start
+    return _start(
+        found, recipe, program, settings, identity, print if world.rank == world.ranks[0] else _nothing
+    )
+
+
+def _start(
+    path: Path | None,
+    recipe: Recipe,
+    program: Program,
+    settings: OptimizerSettings,
+    identity: Mapping[str, object],
+    say: Say,
+) -> Start:
     if path is None:
         return Start(None, 0, DataPosition(), settings, {})
     saved = SavedState.open(path)
@@ -91,3 +130,14 @@ def _compare_data(path: Path, saved: Mapping[str, object], now: Mapping[str, obj
             f"{path} was saved amid other data: {'; '.join(changed)}; its samples have other numbers now. "
             "Restore the recipe, or set checkpoint.new_data: true to go through the new data from its beginning"
         )
+
+
+def _damage_only(text: str) -> None:
+    """What the choice before the processes has said already is not said again."""
+    if text.startswith("WARNING: rank"):
+        print(text, flush=True)
+
+
+def _nothing(text: str) -> None:
+    """The first rank says it."""
+    del text

@@ -33,12 +33,18 @@ FLOORS: tuple[
     [
         (
             "recipe",
+            "recipe_data",
+            "preparing",
             "recipe_sections",
             "recipe_text",
             "recipes",
             "report",
             "metrics",
             "watch",
+            "starting",
+            "run",
+            "journal",
+            "loop",
             "train",
             "cli",
             "__main__",
