@@ -64,6 +64,7 @@ class Journal:
         self._summary.add(result, loaded.wait_seconds)
         self._progress.advance(result)
         facts = StepFacts(
+            loaded.samples.first,
             loaded.position.sample,
             consumed_tokens,
             loaded.padding / max(1, loaded.tokens + loaded.padding),
@@ -97,6 +98,12 @@ class Journal:
         if self._metrics is None:
             return
         iteration, last = self._session.iteration, self._run.settings.train_iters
+        if iteration == self._run.start.iteration and not asked:
+            self.say(
+                f"nothing to train: iteration {iteration} was the last one; raise the length of the run "
+                "(training.train_iters), or choose another output folder to start anew"
+            )
+            return
         if asked:
             self.say(
                 f"stopped by {asked} after iteration {iteration} of {last}; everything is saved in {self._run.folder}, "

@@ -73,7 +73,10 @@ class DataPath:
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe that was checked and made ready; nothing has been started."""
+    """A recipe that was checked and made ready; nothing has been started.
+
+    `notices` are what a person should know of it: where it starts, what became of the corpus.
+    """
 
     recipe: Recipe
     config: LlamaConfig
@@ -85,6 +88,7 @@ class Run:
     device: str
     kernels: Kernels
     start: Start
+    notices: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -120,12 +124,14 @@ class Run:
         return found
 
 
-def prepare(recipe: Recipe, say: Say = print) -> Run:
+def prepare(recipe: Recipe) -> Run:
     """Everything that can be refused is refused here, before the first process.
 
     Raises:
         HeteroError: whatever does not do, with the recipe's file.
     """
+    notices: list[str] = []
+    say = notices.append
     with recipe.named():
         config = recipe.make_config()
         model = Llama(config)
@@ -140,7 +146,19 @@ def prepare(recipe: Recipe, say: Say = print) -> Run:
         settings = recipe.training.optimizer_settings(train_iters)
         identity = {"seed": recipe.training.seed, **data.identity()}
         start = find_start(recipe, program, settings, identity, say)
-        return Run(recipe, config, model, program, data, held_out, start.settings, device, kernels, start)
+        return Run(
+            recipe,
+            config,
+            model,
+            program,
+            data,
+            held_out,
+            start.settings,
+            device,
+            kernels,
+            start,
+            tuple(notices),
+        )
 
 
 def build_program(recipe: Recipe, model: Llama) -> Program:

@@ -201,6 +201,8 @@ def _announce(run: Run) -> None:
         console.print(f"optimizer: {run.settings.name}", highlight=False)
     if run.program.strategy.has_ring:
         console.print("ring attention, where cp > 1: torch's kernels block by block", highlight=False)
+    for notice in run.notices:
+        console.print(notice, soft_wrap=True, markup=False, highlight=False)
 
 
 def _nothing(text: str) -> None:

@@ -31,7 +31,7 @@ def result(iteration: int, loss: float = 2.5, skipped: str = "") -> StepResult:
 
 
 def facts(iteration: int, **others: Any) -> StepFacts:
-    return StepFacts(8 * iteration, 1000 * iteration, **others)
+    return StepFacts(8 * iteration - 8, 8 * iteration, 1000 * iteration, **others)
 
 
 def read(folder: Path) -> list[Any]:
