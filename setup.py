@@ -16,7 +16,7 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "."},
     packages=find_packages(include=["hetero_megatron", "hetero_megatron.*"]),
-    package_data={"hetero_megatron": ["py.typed"], "hetero_megatron.recipes": ["*.yaml", "paper/*.yaml"]},
+    package_data={"hetero_megatron": ["py.typed"], "hetero_megatron.recipes": ["*.yaml", "*/*.yaml"]},
     install_requires=[
         "torch>=2.10",
         "numpy>=1.26",
