@@ -47,6 +47,14 @@ def test_step_three_has_samples_12_to_17_on_any_number_of_pipelines(pipelines: l
     assert step is not None
     packing = RowPacking(samples, 6, pipelines)
     assert [each for own in numbers(packing, step) for batch in own for each in batch] == list(range(12, 18))
+    seen = [
+        int(piece.tokens_T[0]) // 1000
+        for first in (0, 6, 12, 18)
+        for batch in sum(packing.share(StepSamples(0, first, 6)).pipelines, ())
+        for number, _ in batch
+        for piece in samples.sample(number)
+    ]
+    assert sorted(seen) == list(range(24)), "one pass has every document once"
 
 
 def test_the_targets_of_packed_documents_are_those_of_documents_alone() -> None:
