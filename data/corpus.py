@@ -88,6 +88,10 @@ class Files:
         """The file's name relative to the corpus folder."""
         return self.names[index]
 
+    def path(self, index: int) -> str:
+        """The file's path."""
+        return os.path.join(self.root, self.names[index])
+
     def size(self, index: int) -> int:
         """The file's size in bytes when the corpus was opened."""
         return self.sizes[index]
@@ -98,7 +102,7 @@ class Files:
         Raises:
             DataError: the file is gone, unreadable, or has another size than when the corpus was opened.
         """
-        path = os.path.join(self.root, self.names[index])
+        path = self.path(index)
         try:
             content = Path(path).read_bytes()
         except OSError as error:

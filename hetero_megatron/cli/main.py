@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from hetero_megatron.cli.data import app as data
 from hetero_megatron.cli.errors import reported
 from hetero_megatron.errors import RecipeError
 
@@ -20,6 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(data, name="data")
 
 RecipeFile = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/quickstart.yaml.")
