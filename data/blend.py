@@ -103,11 +103,12 @@ def _shares(weights: Sequence[float]) -> tuple[int, ...]:
     """How many samples of each period a source has: exactly by its weight where a short period can say it."""
     total = sum(map(Fraction, weights))
     exact = [Fraction(weight) / total for weight in weights]
-    simple = [share.limit_denominator(1000) for share in exact]
-    period = lcm(*(share.denominator for share in simple))
-    close = all(abs(a - b) < 1e-12 for a, b in zip(simple, exact, strict=True))
-    if close and sum(simple) == 1 and period <= PERIOD:
-        return tuple(int(share * period) for share in simple)
+    # 0.7 and 0.3 are meant, not what is nearest to them in binary.
+    for shares in (exact, [share.limit_denominator(1000) for share in exact]):
+        period = lcm(*(share.denominator for share in shares))
+        close = all(abs(a - b) < 1e-12 for a, b in zip(shares, exact, strict=True))
+        if close and sum(shares) == 1 and period <= PERIOD:
+            return tuple(int(share * period) for share in shares)
     for number, share in enumerate(exact):
         if share * PERIOD < 1:
             raise DataError(

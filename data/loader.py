@@ -85,6 +85,11 @@ class Loader:
         self._inline: Iterator[PreparedStep] | None = None
         self._taken = 0
 
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The workers' process ids."""
+        return tuple(worker.pid for worker in self._workers)
+
     def start(self) -> None:
         """Fork the workers; before this process has process groups, threads or a CUDA context.
 

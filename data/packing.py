@@ -71,7 +71,7 @@ class DocumentPacking:
         """
         self.samples, self.seq_length = samples, seq_length
         self.lanes, self.cost = tuple(lanes), cost
-        dispatch([seq_length], self.lanes, cost, "a document of seq_length tokens, number {},".format)
+        dispatch([seq_length], self.lanes, cost, lambda _: "a document of seq_length tokens")
 
     def share(self, step: StepSamples) -> Share:
         """The step's documents, balanced over pipelines and micro-batches."""

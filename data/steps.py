@@ -49,11 +49,16 @@ class Steps:
         """Nothing is read, but that epochs of a stream are counted by going through it once.
 
         Raises:
-            DataError: a step or the epochs would be empty, or all steps would be dropped.
+            DataError: a step or the epochs would be empty, all steps would be dropped, or rows of a stream.
         """
         if global_batch_size < 1 or seq_length < 1:
             raise DataError(
                 f"global_batch_size {global_batch_size} and seq_length {seq_length} must be positive"
+            )
+        if packing == "rows" and samples.per_pass is None:
+            raise DataError(
+                "packing: rows needs documents whose lengths are known, and a stream has none; use packing: documents, "
+                "or prepare the data (hetero-megatron data prepare) and leave out stream"
             )
         self.samples, self.packing = samples, packing
         self.global_batch_size, self.seq_length, self.last_batch = global_batch_size, seq_length, last_batch
