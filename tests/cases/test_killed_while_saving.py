@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -36,28 +37,31 @@ class Killer(threading.Thread):
     def __init__(self, folder: Path, pids: Path, seed: int) -> None:
         super().__init__(daemon=True)
         self._folder, self._pids, self._random = folder, pids, random.Random(seed)
+        self._newest = max(finished(folder), default=0)
         self.killed: tuple[int, ...] = ()
         self.was_saving = False
         self.over = threading.Event()
 
     def run(self) -> None:
         kill_all = self._random.random() < 0.5
-        saves, delay = self._random.randrange(1, 3), self._random.uniform(0, 0.03)
-        seen: set[Path] = set()
-        while not self.over.is_set():
-            seen |= set(unfinished(self._folder))
-            if len(seen) > saves:
-                break
-            time.sleep(0.0005)
+        saves, delay = (
+            self._random.choice([1, 2] if not self._newest else [0, 1, 2]),
+            self._random.uniform(0, 0.03),
+        )
+        self._wait(lambda: len(list(self._pids.iterdir())) == 2)
+        self._wait(lambda: max(finished(self._folder), default=0) >= self._newest + saves)
         time.sleep(delay)
-        while not unfinished(self._folder) and not self.over.is_set():
-            time.sleep(0.0005)
-        pids = [int(file.read_text()) for file in sorted(self._pids.iterdir())]
+        self._wait(lambda: bool(unfinished(self._folder)))
         self.was_saving = bool(unfinished(self._folder))
+        pids = [int(file.read_text()) for file in sorted(self._pids.iterdir())]
         self.killed = tuple(pids if kill_all else [self._random.choice(pids)])
         for pid in self.killed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        while not self.over.is_set() and not condition():
+            time.sleep(0.0005)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +79,9 @@ class Attempt:
         world = World.join(rendezvous, (0, 1), torch.device("cpu"), 30)
         session = start(model, program, world, ADAM, torch.float32, 7, saved=self.saved)
         run = Run(world, session, self.saver)
-        (self.pids / str(world.rank)).write_text(str(os.getpid()))
+        written = self.pids.with_suffix(f".{world.rank}")
+        written.write_text(str(os.getpid()))
+        written.rename(self.pids / str(world.rank))
         for _ in range(self.steps):
             ended = run.step()
             if world.rank == 0:
