@@ -5,6 +5,7 @@ of sequences and of document borders (8 bytes each); then tokens per sequence (i
 .bin (int64), and the document borders (int64): document d is the sequences [border d, border d + 1).
 """
 
+import contextlib
 import os
 import struct
 from collections.abc import Callable, Iterable
@@ -207,7 +208,8 @@ class IndexedWriter:
 
     def abandon(self) -> None:
         """Remove what was written so far."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what is still held back does not fit either
+            self._file.close()
         for path in self._paths:
             _temporary(path).unlink(missing_ok=True)
 
