@@ -7,37 +7,14 @@ least loaded micro-batch that has room; then a few moves and swaps. Nothing reac
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from hetero_megatron.data.filling import Filling
+from hetero_megatron.data.lanes import Cost, Lane
 from hetero_megatron.errors import DataError
 
-Cost = Callable[[int, Sequence[int]], float]
-"""Seconds, or any unit of time, that a pipeline takes for a micro-batch with documents of these lengths."""
-# Improving moves and swaps per step, over pipelines and again within each of them.
-IMPROVEMENTS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """What dispatch knows of one pipeline.
-
-    Attributes:
-        micro_batches: how many to aim at; more are opened where the capacity demands it.
-        capacity: the most tokens of a micro-batch, filler included.
-        weight: its share of the work, relative to the other pipelines.
-        multiple: the tokens of a micro-batch are filled up to a multiple of this.
-    """
-
-    micro_batches: int
-    capacity: int
-    weight: float = 1.0
-    multiple: int = 1
-
-    def filled(self, tokens: int) -> int:
-        """Tokens of a micro-batch with `tokens` real ones."""
-        return tokens + -tokens % self.multiple
-
-    def holds(self, tokens: int) -> bool:
-        """Whether a micro-batch of `tokens` real tokens, filled up, is within the capacity."""
-        return self.filled(tokens) <= self.capacity
+# Moves and swaps between pipelines, and again inside each of them; how near to the least possible is near enough.
+EXCHANGES, NEAR = 16, 1.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +25,7 @@ class DispatchReport:
         tokens: real tokens of the step, all pipelines.
         padding: filler tokens.
         seconds: cost of each pipeline, the sum over its micro-batches.
-        lower_bound: no sharing of these documents has a costliest pipeline below this.
+        lower_bound: no sharing has a costliest pipeline below this, if costs of documents add up.
         micro_batch_imbalance: in the worst pipeline, the costliest micro-batch over the mean one.
     """
 
@@ -78,117 +55,92 @@ class Dispatched:
     report: DispatchReport
 
 
-class _MicroBatch:
-    """A micro-batch being filled."""
-
-    def __init__(self, lane: int) -> None:
-        self.lane = lane
-        self.documents: list[int] = []
-        self.lengths: list[int] = []
-        self.tokens = 0
-        self.cost = 0.0
-
-
-class _Filling:
-    """Micro-batches of all pipelines while documents are being placed."""
-
-    def __init__(self, lengths: Sequence[int], lanes: Sequence[Lane], cost: Cost) -> None:
-        self.lengths, self.lanes, self.cost = lengths, lanes, cost
-        self.batches = [
-            [_MicroBatch(number) for _ in range(lane.micro_batches)] for number, lane in enumerate(lanes)
-        ]
-
-    def total(self, lane: int) -> float:
-        return sum(batch.cost for batch in self.batches[lane])
-
-    def place(self, document: int) -> None:
-        """Into the least loaded micro-batch with room, of the pipeline that would be done soonest."""
-        length = self.lengths[document]
-        best: tuple[float, int, _MicroBatch, float] | None = None
-        for number, lane in enumerate(self.lanes):
-            if not lane.holds(length):
-                continue
-            open_ones = [batch for batch in self.batches[number] if lane.holds(batch.tokens + length)]
-            batch = min(open_ones, key=lambda each: each.cost) if open_ones else _MicroBatch(number)
-            cost = self.cost(number, [*batch.lengths, length])
-            done = self.total(number) - batch.cost + cost
-            if best is None or done < best[0]:
-                best = (done, number, batch, cost)
-        assert best is not None, "documents that fit nowhere are refused before"
-        _, number, batch, cost = best
-        if not any(batch is each for each in self.batches[number]):
-            self.batches[number].append(batch)
-        batch.documents.append(document)
-        batch.lengths.append(length)
-        batch.tokens += length
-        batch.cost = cost
-
-
 def dispatch(
     lengths: Sequence[int],
     lanes: Sequence[Lane],
     cost: Cost,
-    names: Callable[[int], str] = "document {}".format,
+    name: Callable[[int], str] = "document {}".format,
 ) -> Dispatched:
     """Share documents of these lengths in tokens over the pipelines; the same on every rank.
 
+    A pipeline's costliest micro-batch comes first. A pipeline may be left without any.
+
     Raises:
-        DataError: a document fits into no pipeline's micro-batch; `names` says which one.
+        DataError: a document fits into no pipeline's micro-batch; `name` says which one it is.
 
     >>> lanes = [Lane(1, 8), Lane(1, 8)]
     >>> dispatch([3, 5, 2], lanes, lambda _, lengths: sum(lengths)).pipelines
     (((1,),), ((0, 2),))
     """
-    longest = max(lengths, default=0)
-    if not any(lane.holds(longest) for lane in lanes):
-        told = ", ".join(
-            f"pipeline {number} {lane.capacity} (filled up to a multiple of {lane.multiple})"
-            for number, lane in enumerate(lanes)
-        )
-        raise DataError(
-            f"{names(list(lengths).index(longest))} has {longest} tokens and fits into no micro-batch; the most "
-            f"tokens of one are: {told}; split or truncate long documents, or give a pipeline a larger "
-            "micro_batch_size"
-        )
-    filling = _Filling(lengths, lanes, cost)
-    alone = [
-        min(cost(number, [length]) for number, lane in enumerate(lanes) if lane.holds(length))
-        for length in lengths
-    ]
-    for document in sorted(range(len(lengths)), key=lambda each: (-alone[each], each)):
+    _check(lengths, lanes, name)
+    filling = Filling(lengths, lanes, cost)
+    least = filling.alone.min(axis=0)
+    for document in np.argsort(-least, kind="stable").tolist():
         filling.place(document)
+    bound = _lower_bound(filling)
+    _balance_pipelines(filling, bound)
+    for number in range(len(lanes)):
+        _balance_micro_batches(filling, number)
     batches = [
         sorted((batch for batch in own if batch.documents), key=lambda each: (-each.cost, each.documents))
         for own in filling.batches
     ]
-    return Dispatched(
-        tuple(tuple(tuple(sorted(batch.documents)) for batch in own) for own in batches),
-        _report(filling, alone),
+    pipelines = tuple(tuple(tuple(sorted(batch.documents)) for batch in own) for own in batches)
+    padding = sum(lanes[batch.lane].filled(batch.tokens) - batch.tokens for own in batches for batch in own)
+    worst = 1.0
+    for own in batches:
+        if total := sum(batch.cost for batch in own):
+            worst = max(worst, own[0].cost * len(own) / total)
+    totals = tuple(sum(batch.cost for batch in own) for own in batches)
+    return Dispatched(pipelines, DispatchReport(sum(lengths), padding, totals, bound, worst))
+
+
+def _check(lengths: Sequence[int], lanes: Sequence[Lane], name: Callable[[int], str]) -> None:
+    longest = max(lengths, default=1)
+    if any(lane.holds(longest) for lane in lanes):
+        return
+    told = ", ".join(
+        f"{lane.capacity} in pipeline {number} (filled up to a multiple of {lane.multiple})"
+        for number, lane in enumerate(lanes)
+        if lane.micro_batches and lane.weight
+    )
+    which = name(list(lengths).index(longest)) if len(lengths) else "a document"
+    raise DataError(
+        f"{which} has {longest} tokens and fits into no micro-batch; these hold at most {told or 'nothing'} tokens; "
+        "give a pipeline a larger micro_batch_size, or make seq_length smaller"
     )
 
 
-def _report(filling: _Filling, alone: Sequence[float]) -> DispatchReport:
-    lanes, cost, lengths = filling.lanes, filling.cost, filling.lengths
-    used = [[batch for batch in own if batch.documents] for own in filling.batches]
-    padding = sum(lanes[batch.lane].filled(batch.tokens) - batch.tokens for own in used for batch in own)
-    whole = [sum(cost(number, [length]) for length in lengths) for number in range(len(lanes))]
-    shared = 1 / sum(1 / each for each in whole if each) if any(whole) else 0.0
-    worst = max(
-        (max(b.cost for b in own) * len(own) / (sum(b.cost for b in own) or 1) for own in used if own),
-        default=1.0,
-    )
-    seconds = tuple(filling.total(number) for number in range(len(lanes)))
-    return DispatchReport(sum(lengths), padding, seconds, max(shared, *alone, 0.0), worst)
+def _lower_bound(filling: Filling) -> float:
+    """What the costliest pipeline costs at least: all work shared without a rest, or the costliest document."""
+    if not len(filling.lengths):
+        return 0.0
+    rates = 0.0
+    for number, lane in enumerate(filling.lanes):
+        if lane.holds(1):
+            whole = sum(filling.cost(number, [length]) for length in filling.lengths)
+            rates += 1 / whole if whole else 0.0
+    return max(1 / rates if rates else 0.0, float(filling.alone.min(axis=0).max()))
 
 
-def flop_cost(linear: float, quadratic: float, lanes: Sequence[Lane]) -> Cost:
-    """FLOPs of a micro-batch over the pipeline's weight: `linear` per token, `quadratic` per squared document length.
+def _balance_pipelines(filling: Filling, bound: float) -> None:
+    for _ in range(EXCHANGES):
+        totals = filling.totals
+        heavy = max(range(len(totals)), key=totals.__getitem__)
+        if totals[heavy] <= NEAR * bound:
+            return
+        others = sorted((number for number in range(len(totals)) if number != heavy), key=totals.__getitem__)
+        if not any(filling.exchange(filling.batches[heavy], filling.batches[other]) for other in others):
+            return
 
-    A Llama has linear = flops_per_token(config, 0) and linear + quadratic = flops_per_token(config, 1).
-    """
-    weights = [lane.weight for lane in lanes]
 
-    def cost(pipeline: int, lengths: Sequence[int]) -> float:
-        return sum(linear * length + quadratic * length * length for length in lengths) / weights[pipeline]
-
-    return cost
+def _balance_micro_batches(filling: Filling, lane: int) -> None:
+    batches = filling.batches[lane]
+    if len(batches) < 2:
+        return
+    for _ in range(EXCHANGES):
+        heavy = max(batches, key=lambda batch: batch.cost)
+        light = min(batches, key=lambda batch: batch.cost)
+        near = NEAR * filling.totals[lane] / len(batches)
+        if heavy.cost <= near or not filling.exchange([heavy], [light]):
+            return

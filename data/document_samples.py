@@ -74,6 +74,10 @@ class DocumentSamples:
         """Samples in one pass."""
         return self.report.samples
 
+    def count_pass(self) -> int:
+        """Samples in one pass."""
+        return self.per_pass
+
     def lengths(self, first: int, count: int) -> NDArray[np.int64]:
         """Tokens of samples [first, first + count)."""
         found: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from hetero_megatron.data.batch import PackedTokens, packed
 from hetero_megatron.data.dispatch import deal, deal_tail
-from hetero_megatron.data.document_dispatch import Cost, DispatchReport, Lane, dispatch
+from hetero_megatron.data.document_dispatch import DispatchReport, dispatch
+from hetero_megatron.data.lanes import Cost, Lane
 from hetero_megatron.data.piece import Piece
 from hetero_megatron.data.samples import Samples
 from hetero_megatron.data.steps import StepSamples

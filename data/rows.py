@@ -51,6 +51,10 @@ class PackedRows:
         """Rows in one pass; tokens behind the last whole row of a pass begin the next one."""
         return self.rows_per_pass
 
+    def count_pass(self) -> int:
+        """Rows in one pass."""
+        return self.per_pass
+
     def lengths(self, first: int, count: int) -> NDArray[np.int64]:
         """Tokens of samples [first, first + count): `seq_length` each."""
         return np.full(count, self.seq_length, dtype=np.int64)

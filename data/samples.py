@@ -21,6 +21,10 @@ class Samples(Protocol):
         """Samples in one pass; None for a stream, which does not know before it has ended."""
         ...
 
+    def count_pass(self) -> int:
+        """`per_pass`; a stream is gone through once to know it."""
+        ...
+
     def lengths(self, first: int, count: int) -> NDArray[np.int64]:
         """Tokens of samples [first, first + count)."""
         ...

@@ -11,8 +11,8 @@ from hetero_megatron.errors import DataError
 
 Packing = Literal["rows", "documents"]
 LastBatch = Literal["keep", "drop"]
-# Lengths are asked for in windows of this many samples.
-WINDOW = 1 << 16
+# Lengths are asked for in windows of this many samples, of a stream, which has to be read for them, in small ones.
+WINDOW, STREAM_WINDOW = 1 << 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Steps:
         epochs: float | None = None,
         last_batch: LastBatch = "keep",
     ) -> None:
-        """Nothing is read.
+        """Nothing is read, but that epochs of a stream are counted by going through it once.
 
         Raises:
             DataError: a step or the epochs would be empty, or all steps would be dropped.
@@ -106,11 +106,9 @@ class Steps:
         return found
 
     def _total(self, epochs: float) -> int:
-        per_pass = self.samples.per_pass
         if epochs <= 0:
             raise DataError(f"train_epochs is {epochs:g}; it must be positive")
-        assert per_pass is not None, "streams: later"
-        return max(1, round(epochs * per_pass))
+        return max(1, round(epochs * self.samples.count_pass()))
 
     def _documents(self, first: int) -> tuple[int, bool]:
         """How many samples fit into a step from `first` on, and whether it is full."""
@@ -125,7 +123,8 @@ class Steps:
             if inside and self.total is not None and self._window + len(self._ends) >= self.total:
                 used = int(self._ends[-1]) - start if len(self._ends) else 0
                 return count, count > 0 and used == budget
-            self._look(first, max(WINDOW, 2 * count))
+            window = STREAM_WINDOW if self.samples.per_pass is None else WINDOW
+            self._look(first, max(window, 2 * count))
             place = 0
 
     def _look(self, first: int, count: int) -> None:

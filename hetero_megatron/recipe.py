@@ -67,7 +67,7 @@ def _known_kinds(value: object) -> object:
 class Recipe(Section):
     """One run: model, cluster, strategy, data, training, kernels, evaluation, checkpoint, logging, output.
 
-    >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=10"])
+    >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=100"])
     """
 
     model: Annotated[ModelSection, _expanded("model")]  # type: ignore[valid-type]  # fields are LlamaConfig's

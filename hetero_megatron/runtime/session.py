@@ -22,12 +22,12 @@ from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.bind import BoundStage
 from hetero_megatron.runtime.binding import Kernels
 from hetero_megatron.runtime.clock import KINDS, Clock
+from hetero_megatron.runtime.learning_rate import learning_rate
 from hetero_megatron.runtime.optimizer import (
     AdamKernel,
     OptimizerSettings,
     clip_factor,
     fused_adamw,
-    learning_rate,
     squared_norm,
     update,
 )

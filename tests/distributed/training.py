@@ -21,7 +21,9 @@ from hetero_megatron.models.llama import Llama, build_single_device
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.batch import IGNORE, MicroBatch
 from hetero_megatron.runtime.binding import Kernels
-from hetero_megatron.runtime.optimizer import OptimizerSettings, learning_rate
+from hetero_megatron.runtime.checkpoint_read import SavedState
+from hetero_megatron.runtime.learning_rate import learning_rate
+from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.session import Session, StepResult
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS, ParameterSlot, view
 from hetero_megatron.runtime.world import World
@@ -123,15 +125,20 @@ def start(
     seed: int,
     kernels: Kernels | None = None,
     bucket_elements: int = BUCKET_ELEMENTS,
+    saved: SavedState | None = None,
 ) -> Session:
-    """A Session whose initial values are those of `build_single_device(config, seed)`."""
+    """A Session whose initial values are those of `build_single_device(config, seed)`, or a saved state's."""
     specs = initial_values(model)
 
     def initial(slot: ParameterSlot) -> Tensor:
         return initial_value(slot.name, specs[slot.name], slot.bounds, slot.full_shape, seed)
 
     modules = dict(model.named_modules())
-    return Session(program, world, modules, initial, settings, dtype, kernels, bucket_elements)
+    first = saved.initial if saved else initial
+    session = Session(program, world, modules, first, settings, dtype, kernels, bucket_elements)
+    if saved:
+        saved.restore(session)
+    return session
 
 
 def alter_gradients(session: Session, change: Callable[[ParameterSlot, Tensor, float], None]) -> None:
@@ -175,13 +182,14 @@ def train(
     timeout_s: float = 60.0,
     kernels: Kernels | None = None,
     bucket_elements: int = BUCKET_ELEMENTS,
+    saved: SavedState | None = None,
 ) -> Outcome:
-    """Train on real processes; rows of each step are dealt over the pipelines in order."""
+    """Train on real processes, from a saved state if given; rows of a step are dealt over the pipelines in order."""
     model = Llama(config)
     program = build(model, plan)
 
     def work(world: World) -> Any:
-        session = start(model, program, world, settings, dtype, seed, kernels, bucket_elements)
+        session = start(model, program, world, settings, dtype, seed, kernels, bucket_elements, saved)
         gradients: dict[str, Tensor] = {}
         session.gradient_hook = lambda slot, gradient, divisor: gradients.update(
             {slot.name: gradient / max(divisor, 1.0)}

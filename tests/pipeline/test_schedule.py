@@ -141,7 +141,8 @@ def test_chunks_belong_to_the_interleaved_schedule_and_it_to_them() -> None:
 def test_forward_only_has_every_forward_once_and_in_one_order_on_all_stages() -> None:
     for stages, count, chunks in ((1, 3, 1), (3, 4, 1), (2, 3, 2), (3, 7, 3), (4, 0, 2)):
         order = forward_only(stages, count, chunks)
-        assert len(order) == stages and len(set(order)) == 1
+        assert len(order) == stages
+        assert len(set(order)) == 1
         assert sorted(map(str, order[0])) == sorted(
             str(Action("F", number, chunk)) for number in range(count) for chunk in range(chunks)
         )
