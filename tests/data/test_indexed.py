@@ -50,7 +50,8 @@ def test_what_was_written_is_read_back(tmp_path: Path, suffix: str) -> None:
     assert [documents.tokens(index).tolist() for index in range(3)] == DOCUMENTS
     assert documents.tokens(0).dtype == np.int64
     assert documents.name(1) == f"{tmp_path / 'c'}.bin document 1"
-    assert documents.largest() == (9, 1)
+    assert documents.first_outside(10) is None
+    assert [documents.first_outside(size) for size in (9, 8, 7)] == [1, 1, 0]
 
 
 def test_sequences_of_one_document_are_read_as_one_and_empty_ones_are_left_out(tmp_path: Path) -> None:

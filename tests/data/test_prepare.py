@@ -63,9 +63,7 @@ def test_a_document_is_named_by_its_line_also_behind_empty_and_bad_ones(tmp_path
     assert names == [f"{first} line 2", f"{first} line 5", f"{second} line 2"]
     counts = made.counts
     assert (counts.documents, counts.tokens, counts.empty, counts.bad) == (3, 14, 2, 2)
-    assert str(counts).startswith(
-        "3 documents, 14 tokens, 2 empty ones left out, 2 bad ones left out (the first: "
-    )
+    assert str(counts).startswith("3 documents, 14 tokens; left out: 2 empty, 2 bad (the first: ")
     assert [(file.name, file.documents) for file in made.files] == [(str(first), 2), (str(second), 1)]
 
 
