@@ -123,11 +123,14 @@ def start(
     seed: int,
     kernels: Kernels | None = None,
     bucket_elements: int = BUCKET_ELEMENTS,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Session:
-    """A Session whose initial values are those of `build_single_device(config, seed)`."""
+    """A Session whose initial values are those of `build_single_device(config, seed)`, or the full `weights`."""
     specs = initial_values(model)
 
     def initial(slot: ParameterSlot) -> Tensor:
+        if weights is not None:
+            return weights[slot.name][tuple(slice(lo, hi) for lo, hi in slot.bounds)]
         return initial_value(slot.name, specs[slot.name], slot.bounds, slot.full_shape, seed)
 
     modules = dict(model.named_modules())
@@ -175,13 +178,14 @@ def train(
     timeout_s: float = 60.0,
     kernels: Kernels | None = None,
     bucket_elements: int = BUCKET_ELEMENTS,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Outcome:
     """Train on real processes; rows of each step are dealt over the pipelines in order."""
     model = Llama(config)
     program = build(model, plan)
 
     def work(world: World) -> Any:
-        session = start(model, program, world, settings, dtype, seed, kernels, bucket_elements)
+        session = start(model, program, world, settings, dtype, seed, kernels, bucket_elements, weights)
         gradients: dict[str, Tensor] = {}
         session.gradient_hook = lambda slot, gradient, divisor: gradients.update(
             {slot.name: gradient / max(divisor, 1.0)}
@@ -256,10 +260,13 @@ def reference(
     masks: Mapping[Document, Sequence[int]] | None = None,
     prepare: Callable[[torch.nn.Module], None] | None = None,
     packed: bool = True,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Outcome:
     """REF: one process, plain autograd and torch.optim, the whole step as one batch (or each row by itself)."""
     torch.set_num_threads(1)
     model = build_single_device(config, seed)
+    if weights is not None:
+        model.load_state_dict(dict(weights))
     if prepare:
         prepare(model)
     parameters = dict(model.named_parameters())
