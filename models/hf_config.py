@@ -197,8 +197,9 @@ def to_hf(
     scaling = None
     if config.rope_scaling is not None:
         scaling = {key: value for key, value in asdict(config.rope_scaling).items() if value is not None}
-    # Left out rather than null, so that what transformers puts there is not mistaken for ours.
-    kept = {key: value for key, value in origin.items() if key not in ("layer_types", "max_window_layers")}
+    kept = dict(origin)
+    if kind != origin.get("model_type") or len(origin.get("layer_types") or ()) != config.num_layers:
+        kept.pop("layer_types", None)
     found = kept | {
         "architectures": [family.architecture],
         "model_type": kind,

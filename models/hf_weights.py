@@ -71,18 +71,17 @@ class HfWeights:
         """The part within `bounds` (global [lo, hi) per dim; None: all) of our parameter `name`, in the file's dtype.
 
         Raises:
-            ModelError: the file has changed since it was checked.
+            ModelError: the bounds lie outside the tensor.
         """
-        part = self._slice(hf_name(name))
-        shape = [hi - lo for lo, hi in bounds] if bounds is not None else list(self.shapes[name])
+        part, full = self._slice(hf_name(name)), self.shapes[name]
+        bounds = tuple((0, size) for size in full) if bounds is None else bounds
+        inside = (0 <= lo <= hi <= size for (lo, hi), size in zip(bounds, full, strict=False))
+        if len(bounds) != len(full) or not all(inside):
+            raise ModelError(f"{hf_name(name)}: bounds {bounds} lie outside the shape {full}")
+        shape = [hi - lo for lo, hi in bounds]
         if 0 in shape:
             return torch.empty(shape, dtype=DTYPES[part.get_dtype()])
-        try:
-            found: Tensor = part[:] if bounds is None else part[tuple(slice(lo, hi) for lo, hi in bounds)]
-        except Exception as error:
-            raise ModelError(
-                f"{self._file(hf_name(name))}: {hf_name(name)} cannot be read: {error}"
-            ) from error
+        found: Tensor = part[tuple(slice(lo, hi) for lo, hi in bounds)]
         return found
 
     def _file(self, theirs: str) -> Path:
