@@ -192,7 +192,9 @@ def train(
     program = build(model, plan)
 
     def work(world: World) -> Any:
-        session = start(model, program, world, settings, dtype, seed, kernels, bucket_elements, saved, weights)
+        session = start(
+            model, program, world, settings, dtype, seed, kernels, bucket_elements, saved, weights
+        )
         gradients: dict[str, Tensor] = {}
         session.gradient_hook = lambda slot, gradient, divisor: gradients.update(
             {slot.name: gradient / max(divisor, 1.0)}
