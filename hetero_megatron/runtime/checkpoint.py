@@ -83,8 +83,10 @@ class Saver:
         on the first rank.
 
         Raises:
-            CheckpointError: the folder cannot be made or written; the same on every rank.
+            CheckpointError: the folder cannot be made or written; `keep_last` is below 1; the same on every rank.
         """
+        if keep_last < 1:
+            raise CheckpointError(f"keep_last is {keep_last}; at least the newest checkpoint is kept")
         self._folder, self._session, self._world = folder, session, session.world
         self._keep_last, self._asynchronous, self._stop = keep_last, asynchronous, stop_on_failure
         self._leads = self._world.rank == self._world.ranks[0]

@@ -44,8 +44,7 @@ class SavedState:
         for name in (STATE, METADATA):
             if name not in marker.files or checksum(path / name) != marker.files[name]:
                 raise CheckpointError(f"{path} is damaged: {name} is not what its marker says")
-        with (path / METADATA).open("rb") as file:
-            return SavedState(path, Header.read(path), _Contents(file).load())
+        return SavedState(path, Header.read(path), _read_contents(path / METADATA))
 
     @property
     def iteration(self) -> int:
@@ -73,7 +72,7 @@ class SavedState:
             CheckpointError: there is no such tensor, or a file does not hold what it should.
         """
         bounds = bounds or tuple((0, size) for size in self.header.shapes.get(name, ()))
-        target = torch.empty([hi - lo for lo, hi in bounds], dtype=torch.float32)
+        target = torch.empty([max(0, hi - lo) for lo, hi in bounds], dtype=torch.float32)
         self._fill({(kind, name): (bounds, target)})
         return target
 
@@ -165,6 +164,19 @@ class SavedState:
                 f"{self.path} is damaged: elements of {name} ({kind}) are in none of its files"
             )
         return found
+
+
+def _read_contents(file: Path) -> Metadata:
+    try:
+        with file.open("rb") as stream:
+            contents = _Contents(stream).load()
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file} cannot be read: {type(error).__name__} {error}") from None
+    if not isinstance(contents, Metadata) or not isinstance(contents.storage_data, dict):
+        raise CheckpointError(f"{file} cannot be read: it holds no table of contents")
+    return contents
 
 
 def _first(names: Sequence[str]) -> str:
