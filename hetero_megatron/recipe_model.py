@@ -77,7 +77,7 @@ def make_config(section: BaseModel) -> LlamaConfig:
         raise RecipeError("model.preset and model.config both say what the model is; drop one of them")
     if preset is not None:
         config = dataclasses.replace(_preset(preset), **given)
-    elif path is not None or (weights is not None and (Path(weights) / CONFIG_FILE).exists()):
+    elif path is not None or (weights is not None and (not given or (Path(weights) / CONFIG_FILE).exists())):
         config = _agreeing(config_file(path or weights), given)
     else:
         config = _from_sizes(given)

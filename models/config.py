@@ -1,6 +1,8 @@
 """Sizes of a Llama, and what follows from them: parameters and training FLOPs (paper Table 6)."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from hetero_megatron.errors import ModelError
 from hetero_megatron.layers.rope_scaling import RopeScaling
@@ -116,3 +118,24 @@ def flops_per_token(config: LlamaConfig, seq_length: int) -> int:
     """
     matrices = config.num_layers * _matrix_weights_per_layer(config) + config.vocab_size * config.hidden_size
     return 6 * matrices + 6 * config.num_layers * config.query_size * seq_length
+
+
+def config_to_values(config: LlamaConfig) -> dict[str, Any]:
+    """The fields as JSON values, as a checkpoint keeps them under `model` of its payload."""
+    return asdict(config)
+
+
+def config_from_values(values: Mapping[str, Any]) -> LlamaConfig:
+    """The model behind `config_to_values`.
+
+    Raises:
+        ModelError: a field is missing or unknown, or the fields describe no model.
+    """
+    known = {field.name for field in fields(LlamaConfig)}
+    if unknown := sorted(set(values) - known):
+        raise ModelError(f"a model has no field {unknown[0]!r}; a newer version may have saved it")
+    scaling = values.get("rope_scaling")
+    try:
+        return LlamaConfig(**{**values, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+    except TypeError as error:
+        raise ModelError(f"the saved fields describe no model: {error}") from error

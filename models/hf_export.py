@@ -8,7 +8,8 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -64,9 +65,49 @@ def write_hf(
     folder = Path(folder)
     described = to_hf(config, str(dtype).removeprefix("torch."), origin, context)
     shards = _shards(config, dtype, max_shard_bytes)
-    total = sum(entry.bytes for shard in shards for entry in shard)
     _make(folder)
-    done = 0
+    with _named(folder):
+        _write_shards(folder, shards, read, dtype, progress)
+        if len(shards) > 1:
+            _write_json(folder / INDEX_FILE, _index(shards))
+        _write_json(folder / CONFIG_FILE, described)
+    return folder
+
+
+def copy_files(source: str | Path, folder: str | Path, names: Sequence[str]) -> tuple[str, ...]:
+    """Copy those of the named files that `source` has; returns their names.
+
+    Raises:
+        ModelError: `source` is no folder, or a file cannot be copied.
+    """
+    source, folder = Path(source), Path(folder)
+    if not source.is_dir():
+        raise ModelError(f"{source} is no folder")
+    found = tuple(name for name in names if (source / name).exists())
+    with _named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in found:
+            shutil.copyfile(source / name, folder / name)
+    return found
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Say which folder could not be written: a full disk, a name that is taken."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"{error.filename or folder} cannot be written: {error.strerror}") from error
+
+
+def _write_shards(
+    folder: Path,
+    shards: Sequence[Sequence[_Entry]],
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None],
+) -> None:
+    done, total = 0, sum(entry.bytes for shard in shards for entry in shard)
     for number, shard in enumerate(shards, 1):
         file = folder / _file_name(number, len(shards))
         part = file.with_name(file.name + ".part")
@@ -79,30 +120,16 @@ def write_hf(
             stream.flush()
             os.fsync(stream.fileno())
         part.replace(file)
-    if len(shards) > 1:
-        where = {
-            entry.theirs: _file_name(number, len(shards))
-            for number, shard in enumerate(shards, 1)
-            for entry in shard
-        }
-        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": where})
-    _write_json(folder / CONFIG_FILE, described)
-    return folder
 
 
-def copy_tokenizer(source: str | Path, folder: str | Path) -> tuple[str, ...]:
-    """Copy the tokenizer's files, and the generation settings, that `source` has; returns their names.
-
-    Raises:
-        ModelError: `source` is no folder.
-    """
-    if not Path(source).is_dir():
-        raise ModelError(f"{source} is no folder with a tokenizer")
-    found = tuple(name for name in TOKENIZER_FILES if (Path(source) / name).exists())
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for name in found:
-        shutil.copyfile(Path(source) / name, Path(folder) / name)
-    return found
+def _index(shards: Sequence[Sequence[_Entry]]) -> dict[str, Any]:
+    where = {
+        entry.theirs: _file_name(number, len(shards))
+        for number, shard in enumerate(shards, 1)
+        for entry in shard
+    }
+    total = sum(entry.bytes for shard in shards for entry in shard)
+    return {"metadata": {"total_size": total}, "weight_map": where}
 
 
 def _make(folder: Path) -> None:
@@ -115,7 +142,12 @@ def _make(folder: Path) -> None:
         name for name in there if name.endswith((".safetensors", ".bin")) or name in (INDEX_FILE, CONFIG_FILE)
     ]
     if taken:
-        raise ModelError(f"{folder} already has a model ({', '.join(taken[:3])}); name another folder")
+        rest = (
+            ""
+            if CONFIG_FILE in taken
+            else "without config.json, the rest of an export that was never finished; "
+        )
+        raise ModelError(f"{folder} already has a model ({', '.join(taken[:3])}); {rest}name another folder")
 
 
 def _shards(config: LlamaConfig, dtype: torch.dtype, limit: int) -> list[list[_Entry]]:

@@ -6,6 +6,7 @@ asked for are read, so a rank reads its own part. Files have no checksums: a fli
 
 import re
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,10 @@ class HfWeights:
             return torch.empty(shape, dtype=DTYPES[part.get_dtype()])
         found: Tensor = part[tuple(slice(lo, hi) for lo, hi in bounds)]
         return found
+
+    def bytes(self, name: str) -> int:
+        """Bytes of our parameter `name` in its file."""
+        return prod(self.shapes[name]) * DTYPES[self._slice(hf_name(name)).get_dtype()].itemsize
 
     def _file(self, theirs: str) -> Path:
         return self.folder / self._files[theirs]

@@ -84,6 +84,7 @@ def test_a_config_json_is_the_model_however_it_is_named(
         ),
         ("{preset: llama_tny}", (), "there is no model 'llama_tny'; did you mean llama_tiny?"),
         ("FOLDER/nothing", (), "model: FOLDER/nothing: No such file or directory"),
+        ("{weights: FOLDER/nothing}", (), "model: FOLDER/nothing: No such file or directory"),
         ("{config: FOLDER, wieghts: FOLDER}", (), "model.wieghts: unknown key; did you mean weights?"),
         (
             "{preset: llama_tiny, rope_scaling: {rope_type: yarn, factor: 2.0}}",

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "all biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "mistral, hidden 30": ("Mistral", {"hidden_size": 30, "head_dim": 8, "sliding_window": 2048}),
-    "odd ffn": ("Llama", {"intermediate_size": 60}),
+    "odd ffn": ("Llama", {"intermediate_size": 62}),
 }
 
 
@@ -54,7 +55,8 @@ def build(name: str) -> Any:
     """A model of MODELS in FP32: normal weights of 0.1, biases too, norms around 1."""
     kind, changes = MODELS[name]
     transformers = offline()
-    config = getattr(transformers, f"{kind}Config")(**{**T0, **changes})
+    # transformers writes into the dictionaries that it is given.
+    config = getattr(transformers, f"{kind}Config")(**deepcopy({**T0, **changes}))
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 
 from hetero_megatron.errors import ModelError
 from hetero_megatron.models.hf_config import load_json, read_hf_config
-from hetero_megatron.models.hf_export import copy_tokenizer, write_hf
+from hetero_megatron.models.hf_export import TOKENIZER_FILES, copy_files, write_hf
 from hetero_megatron.models.hf_weights import HfWeights
 from tests.models.hf_models import MODELS, logits, save
 
@@ -85,13 +85,36 @@ def test_a_folder_with_a_model_a_file_in_the_way_and_wrong_tensors_are_refused(t
     assert not (tmp_path / "other").exists()
 
 
+def test_what_cannot_be_written_is_named_and_the_rest_of_an_export_is_not_taken_for_a_model(
+    tmp_path: Path,
+) -> None:
+    source = save("kv 2", tmp_path / "in")
+    config = read_hf_config(source)
+    read = HfWeights.open(source, config).read
+    out = tmp_path / "out"
+    (out / "model-00002-of-00002.safetensors.part").mkdir(parents=True)
+    with pytest.raises(
+        ModelError, match=r"model-00002-of-00002\.safetensors\.part cannot be written: Is a dir"
+    ):
+        write_hf(out, config, read, max_shard_bytes=60_000)
+    with pytest.raises(
+        ModelError, match=r"without config\.json, the rest of an export that was never finished"
+    ):
+        write_hf(out, config, read)
+    with pytest.raises(
+        ModelError, match=r"cannot be written: Not a directory|cannot be written: File exists"
+    ):
+        copy_files(source, source / "config.json", ("config.json",))
+
+
 def test_the_files_of_a_tokenizer_are_copied(tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.mkdir()
     for name in ("tokenizer.json", "generation_config.json", "notes.txt"):
         (source / name).write_text(name)
-    assert copy_tokenizer(source, tmp_path / "out") == ("tokenizer.json", "generation_config.json")
+    found = copy_files(source, tmp_path / "out", TOKENIZER_FILES)
+    assert found == ("tokenizer.json", "generation_config.json")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
     assert not (tmp_path / "out" / "notes.txt").exists()
-    with pytest.raises(ModelError, match="nowhere is no folder with a tokenizer"):
-        copy_tokenizer(tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(ModelError, match="nowhere is no folder"):
+        copy_files(tmp_path / "nowhere", tmp_path / "out", TOKENIZER_FILES)
