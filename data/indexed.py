@@ -5,6 +5,7 @@ of sequences and of document borders (8 bytes each); then tokens per sequence (i
 .bin (int64), and the document borders (int64): document d is the sequences [border d, border d + 1).
 """
 
+import contextlib
 import os
 import struct
 from collections.abc import Callable, Iterable
@@ -59,11 +60,11 @@ class IndexedDocuments:
                 raise DataError(f"{path} does not exist or is not a file; tokenized data is a .bin/.idx pair")
         self.dtype, tokens, borders = _read_index(index)
         self._file = self._bin.open("rb")
-        self._bytes = os.fstat(self._file.fileno()).st_size
+        self.bytes = os.fstat(self._file.fileno()).st_size
         wanted = int(tokens.sum(dtype=np.int64)) * self.dtype.itemsize
-        if self._bytes != wanted:
+        if self.bytes != wanted:
             raise DataError(
-                f"{self._bin} has {self._bytes} bytes, but {index} describes {wanted} ({wanted // self.dtype.itemsize}"
+                f"{self._bin} has {self.bytes} bytes, but {index} describes {wanted} ({wanted // self.dtype.itemsize}"
                 f" tokens of {self.dtype.itemsize} bytes); the pair is incomplete or mixed from two"
             )
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(tokens, dtype=np.int64)])[borders]
@@ -91,19 +92,20 @@ class IndexedDocuments:
             DataError: the .bin has another size than when it was opened.
         """
         # A mapped page behind the file's end would end the process without a word.
-        if (size := os.fstat(self._file.fileno()).st_size) != self._bytes:
+        if (size := os.fstat(self._file.fileno()).st_size) != self.bytes:
             raise DataError(
-                f"{self._bin} has {size} bytes, but had {self._bytes} when it was opened; "
+                f"{self._bin} has {size} bytes, but had {self.bytes} when it was opened; "
                 "a corpus must not change during a run"
             )
         start = int(self._starts[index])
         return self._ids[start : start + int(self._lengths[index])].astype(np.int64)
 
-    def largest(self) -> tuple[int, int]:
-        """The largest token id and the first document that has it, found by reading everything."""
-        tops = np.maximum.reduceat(self._ids, self._starts)
-        document = int(np.argmax(tops))
-        return int(tops[document]), document
+    def first_outside(self, vocab_size: int) -> int | None:
+        """The first document with an id outside [0, vocab_size), found by reading everything; None if there is none."""
+        wrong = np.maximum.reduceat(self._ids, self._starts) >= vocab_size
+        if self.dtype.kind == "i":
+            wrong |= np.minimum.reduceat(self._ids, self._starts) < 0
+        return int(np.argmax(wrong)) if wrong.any() else None
 
 
 def _read_index(path: Path) -> tuple[np.dtype, NDArray[np.int32], NDArray[np.int64]]:
@@ -207,7 +209,8 @@ class IndexedWriter:
 
     def abandon(self) -> None:
         """Remove what was written so far."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what is still held back does not fit either
+            self._file.close()
         for path in self._paths:
             _temporary(path).unlink(missing_ok=True)
 

@@ -177,10 +177,10 @@ class _Work:
                     before += part.counts.records
                     documents[shard.file] += part.counts.documents
             writer.finish()
-        except OSError:
+        except OSError as error:
             writer.abandon()
             temporary.unlink(missing_ok=True)
-            raise
+            raise unwritable(pair(prefix)[0], error) from error
         os.replace(temporary, origins)
         t = self.tokenizer
         told: dict[str, str | int] = {

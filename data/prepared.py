@@ -18,6 +18,8 @@ from hetero_megatron.data.token_check import CheckedDocuments
 from hetero_megatron.errors import DataError
 
 FORMAT = "hetero-megatron data 1"
+# A pair of unknown ids is read whole when it is opened, if that takes a second; a larger one is checked bit by bit.
+SCANNED_BYTES = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def open_prepared(prefix: str | Path, vocab_size: int) -> Documents:
     """
     sidecar = Sidecar.of(prefix)
     if sidecar is None:
-        return CheckedDocuments(IndexedDocuments(prefix), vocab_size)
+        return _checked(IndexedDocuments(prefix), vocab_size)
     path, origins = pair(prefix)[0], beside(prefix, ".origins")
     records = None
     if origins.is_file() and origins.stat().st_size == 8 * sidecar.counts.documents:
@@ -115,4 +117,14 @@ def open_prepared(prefix: str | Path, vocab_size: int) -> Documents:
             f"{path} is outside the model's vocabulary: vocab_size is {vocab_size}; the data was made with tokenizer "
             f"{sidecar.tokenizer.get('name')}, of {sidecar.tokenizer.get('vocab_size')} entries"
         )
+    return documents
+
+
+def _checked(documents: IndexedDocuments, vocab_size: int) -> Documents:
+    """A pair of unknown ids."""
+    checked = CheckedDocuments(documents, vocab_size)
+    if documents.bytes > SCANNED_BYTES:
+        return checked
+    if (wrong := documents.first_outside(vocab_size)) is not None:
+        checked.tokens(wrong)  # refuses
     return documents

@@ -103,15 +103,14 @@ class Counts:
         self.first_bad = self.first_bad or other.first_bad
 
     def __str__(self) -> str:
-        """As a sentence's part: `5 documents, 20 tokens, 2 empty ones left out`."""
+        """As a sentence's part: `5 documents, 20 tokens; left out: 2 empty, 1 bad (the first: ...)`."""
         first = f" (the first: {self.first_bad})" if self.first_bad else ""
-        left = [
-            (self.empty, "empty ones left out"),
-            (self.bad, f"bad ones left out{first}"),
-            (self.replaced, "with invalid characters replaced"),
-        ]
-        told = "".join(f", {count:,} {what}" for count, what in left if count)
-        return f"{self.documents:,} documents, {self.tokens:,} tokens{told}"
+        left = [f"{self.empty:,} empty"] * bool(self.empty) + [f"{self.bad:,} bad{first}"] * bool(self.bad)
+        return (
+            f"{self.documents:,} documents, {self.tokens:,} tokens"
+            + f"; left out: {', '.join(left)}" * bool(left)
+            + f"; {self.replaced:,} with invalid characters replaced" * bool(self.replaced)
+        )
 
 
 NUMBERS = ("documents", "tokens", "empty", "bad", "replaced")

@@ -1,5 +1,6 @@
-"""The bar that is shown while text becomes tokens."""
+"""How far text is on its way to tokens: a bar in a terminal, else a line now and then."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,11 +10,18 @@ from rich.progress import Progress as Bar
 
 from hetero_megatron.data.prepare import Progress
 
+_SECONDS_BETWEEN_LINES = 30.0
+
 
 @contextmanager
-def preparing_bar(title: str) -> Iterator[Callable[[Progress], None]]:
-    """A bar on stderr, in bytes of the source, with the documents and tokens found so far; gone at the end."""
-    console = Console(stderr=True)
+def preparing_bar(
+    title: str, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[Progress], None]]:
+    """Show progress on stderr: a bar that is gone at the end, or a line every half minute where nobody looks."""
+    console = console or Console(stderr=True, soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        yield _lines(title, console, clock)
+        return
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -26,8 +34,24 @@ def preparing_bar(title: str) -> Iterator[Callable[[Progress], None]]:
         task = bar.add_task(title, total=None, found="")
 
         def show(progress: Progress) -> None:
-            found = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
-            bar.update(task, total=progress.total, completed=progress.done, found=found)
+            bar.update(task, total=progress.total, completed=progress.done, found=_found(progress))
             bar.refresh()
 
         yield show
+
+
+def _lines(title: str, console: Console, clock: Callable[[], float]) -> Callable[[Progress], None]:
+    last = clock()
+
+    def show(progress: Progress) -> None:
+        nonlocal last
+        if clock() - last >= _SECONDS_BETWEEN_LINES:
+            last = clock()
+            share = progress.done / max(1, progress.total)
+            console.print(f"{title}: {share:.0%}, {_found(progress)}", markup=False)
+
+    return show
+
+
+def _found(progress: Progress) -> str:
+    return f"{progress.documents:,} documents, {progress.tokens:,} tokens"

@@ -18,10 +18,11 @@ from hetero_megatron.data.sources import Shown, no_bar, open_sources
 from hetero_megatron.errors import HeteroError, RecipeError
 from hetero_megatron.layout import read_plan
 from hetero_megatron.models.config import LlamaConfig
-from hetero_megatron.models.presets import PRESETS
+from hetero_megatron.models.hf_weights import HfWeights
 from hetero_megatron.pipeline.schedule import Tasks
 from hetero_megatron.pipeline.schedule_file import read_csv
 from hetero_megatron.recipe_data import check_tokens, corpus_settings
+from hetero_megatron.recipe_model import ModelSection, make_config
 from hetero_megatron.recipe_sections import (
     SCHEDULE_FILE,
     CheckpointSection,
@@ -29,7 +30,6 @@ from hetero_megatron.recipe_sections import (
     EvaluationSection,
     KernelsSection,
     LoggingSection,
-    ModelSection,
     NodesSection,
     OutputSection,
     PipelineSection,
@@ -41,7 +41,7 @@ from hetero_megatron.recipe_sections import (
     recomputes,
     refuse_unknown,
 )
-from hetero_megatron.recipe_text import apply_overrides, describe_all, nearest, read_yaml
+from hetero_megatron.recipe_text import apply_overrides, describe_all, read_yaml
 from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
 
 # A section written as bare text means this key of it.
@@ -90,26 +90,19 @@ class Recipe(Section):
         return cls.model_json_schema(mode="validation")
 
     def make_config(self) -> LlamaConfig:
-        """The model: the preset, with the fields that the recipe gives in place of its own.
+        """The model: a preset with the fields that the recipe gives in place of its own, or a config.json.
 
         Raises:
-            RecipeError: the preset is unknown, or a field is missing.
+            RecipeError: the preset is unknown, a field is missing, or two places contradict each other.
             ModelError: the fields describe no model.
         """
-        section: BaseModel = self.model
-        given = section.model_dump(exclude_unset=True)
-        preset = given.pop("preset", None)
-        if preset is not None and preset not in PRESETS:
-            near = nearest(preset, PRESETS)
-            guess = f"did you mean {near}?" if near else f"known: {', '.join(PRESETS)}"
-            raise RecipeError(f"model.preset: there is no model {preset!r}; {guess}")
-        if preset is not None:
-            return dataclasses.replace(PRESETS[preset], **given)
-        for field in dataclasses.fields(LlamaConfig):
-            default = (field.default, field.default_factory)
-            if field.name not in given and default == (dataclasses.MISSING, dataclasses.MISSING):
-                raise RecipeError(f"model.{field.name}: missing; give it, or name a preset")
-        return LlamaConfig(**given)
+        return make_config(self.model)
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """The Hugging Face folder that a fresh run takes its first weights from, if any."""
+        weights: str | None = getattr(self.model, "weights")  # noqa: B009  # made from LlamaConfig's fields
+        return None if weights is None else Path(weights)
 
     def make_cluster(self) -> Cluster:
         """The devices: as described, or as many CPU ranks on this machine as the strategy names."""
@@ -244,6 +237,15 @@ class Recipe(Section):
         check_tokens("data", self.data, config.vocab_size)
         if self.evaluation is not None:
             check_tokens("evaluation.data", self.evaluation.data, config.vocab_size)
+        if config.sliding_window is not None and self.training.seq_length > config.sliding_window:
+            raise RecipeError(
+                f"training.seq_length: {self.training.seq_length} exceeds the model's sliding_window "
+                f"{config.sliding_window}; attention looks back over the whole document, so seq_length must be "
+                "at most the window"
+            )
+        if self.weights_folder is not None:
+            with _in_section("model.weights"):
+                HfWeights.open(self.weights_folder, config)
         with _in_section("cluster"):
             cluster = self.make_cluster()
         with _in_section("strategy"):

@@ -35,6 +35,7 @@ FLOORS: tuple[
             "recipe",
             "recipe_data",
             "preparing",
+            "recipe_model",
             "recipe_sections",
             "recipe_text",
             "recipes",

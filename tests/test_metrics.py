@@ -20,6 +20,7 @@ from hetero_megatron.metrics import (
     run_facts,
     step_values,
 )
+from hetero_megatron.recipe import load_recipe
 from hetero_megatron.runtime.session import Evaluation, StepResult
 
 SECONDS = {"step": 0.5, "compute": 0.3, "communication": 0.1, "bubble": 0.05}
@@ -260,3 +261,11 @@ def test_a_package_that_is_missing_is_refused_by_name(
     with pytest.raises(RecipeError, match=message):
         Metrics(tmp_path, RUN, tensorboard=wanted[0], wandb=wanted[1])
     check_installed(False, None)
+
+
+def test_run_facts_of_a_recipe_can_be_written(tmp_path: Path) -> None:
+    recipe = load_recipe(Path(__file__).parent.parent / "recipes" / "quickstart.yaml")
+    with Metrics(tmp_path, run_facts(recipe.model_dump(mode="json"), "TP2>TP1+TP1", {})):
+        found = json.loads((tmp_path / "run.json").read_text())
+    assert found["recipe"]["training"]["train_iters"] == 150
+    assert found["recipe"]["strategy"]["pipelines"][0]["stages"][0]["ranks"] == [0, 1]
