@@ -32,3 +32,13 @@ class ByteDocuments:
             DataError: the file is gone, unreadable, or has another size than when the corpus was opened.
         """
         return self.tokenizer.encode(self.corpus.read(index))
+
+    def part(self, index: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens [start, stop) of the document; only their bytes are read.
+
+        Raises:
+            DataError: as for `tokens`.
+        """
+        last = min(stop, int(self._lengths[index]) - 1)
+        tokens_T = self.tokenizer.encode(self.corpus.read_part(index, min(start, last), last))
+        return tokens_T[: stop - start]

@@ -5,7 +5,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from hetero_megatron.errors import DataError
 
@@ -13,7 +13,6 @@ from hetero_megatron.errors import DataError
 FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
-@runtime_checkable
 class Corpus(Protocol):
     """Numbered documents. Names and sizes cost nothing to ask for; only `read` touches a document."""
 
@@ -31,6 +30,10 @@ class Corpus(Protocol):
 
     def read(self, index: int) -> bytes:
         """The document's bytes."""
+        ...
+
+    def read_part(self, index: int, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of the document."""
         ...
 
 
@@ -102,14 +105,25 @@ class Files:
         Raises:
             DataError: the file is gone, unreadable, or has another size than when the corpus was opened.
         """
+        return self.read_part(index, 0, self.sizes[index])
+
+    def read_part(self, index: int, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of the file; nothing else is read.
+
+        Raises:
+            DataError: as in `read`.
+        """
         path = self.path(index)
         try:
-            content = Path(path).read_bytes()
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(start)
+                content = file.read(stop - start)
         except OSError as error:
             raise DataError(f"document {index} ({path}) cannot be read: {error.strerror}") from error
-        if len(content) != self.sizes[index]:
+        if size != self.sizes[index] or len(content) != stop - start:
             raise DataError(
-                f"document {index} ({path}) has {len(content)} bytes, but had {self.sizes[index]} when the "
+                f"document {index} ({path}) has {size} bytes, but had {self.sizes[index]} when the "
                 "corpus was opened; a corpus must not change during a run"
             )
         return content

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hetero_megatron.data.documents import Documents
 from hetero_megatron.data.order import epoch_order
-from hetero_megatron.data.piece import Piece, RecentDocuments, cut
+from hetero_megatron.data.piece import Piece, RecentDocuments
 from hetero_megatron.errors import DataError
 
 LongDocuments = Literal["split", "truncate", "drop"]
@@ -100,10 +100,10 @@ class DocumentSamples:
         epoch, place = divmod(number, self.per_pass)
         documents, pieces = self._locate(epoch, np.array([place]))
         document, start = int(documents[0]), int(pieces[0]) * self.seq_length
-        tokens_T = self._recent.tokens(document)
+        end = int(self._lengths[document])
         if self.long_documents == "truncate":
-            tokens_T = tokens_T[: self.seq_length]
-        return (cut(tokens_T, start, min(start + self.seq_length, len(tokens_T)), document),)
+            end = min(end, self.seq_length)
+        return (self._recent.piece(document, start, min(start + self.seq_length, end), end),)
 
     def _locate(self, epoch: int, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The documents at these places of a pass, and which of their pieces stand there."""

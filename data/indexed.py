@@ -91,14 +91,22 @@ class IndexedDocuments:
         Raises:
             DataError: the .bin has another size than when it was opened.
         """
+        return self.part(index, 0, int(self._lengths[index]))
+
+    def part(self, index: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Token ids [start, stop) of the document.
+
+        Raises:
+            DataError: as for `tokens`.
+        """
         # A mapped page behind the file's end would end the process without a word.
         if (size := os.fstat(self._file.fileno()).st_size) != self.bytes:
             raise DataError(
                 f"{self._bin} has {size} bytes, but had {self.bytes} when it was opened; "
                 "a corpus must not change during a run"
             )
-        start = int(self._starts[index])
-        return self._ids[start : start + int(self._lengths[index])].astype(np.int64)
+        first = int(self._starts[index])
+        return self._ids[first + start : first + stop].astype(np.int64)
 
     def first_outside(self, vocab_size: int) -> int | None:
         """The first document with an id outside [0, vocab_size), found by reading everything; None if there is none."""

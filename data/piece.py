@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.data.documents import Documents
+from hetero_megatron.data.documents import Documents, PartlyRead
 from hetero_megatron.errors import DataError
 from hetero_megatron.runtime.batch import IGNORE
 
-KEPT_DOCUMENTS = 64
+# How many documents are kept in memory, and of how many tokens one may be to be read whole.
+KEPT_DOCUMENTS, WHOLE = 64, 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,19 +53,27 @@ def cut(tokens_T: NDArray[np.int64], start: int, stop: int, number: int) -> Piec
 
 
 class RecentDocuments:
-    """Reads documents and keeps the most recently used ones, which rows and pieces share."""
+    """Cuts pieces out of documents: of very long ones it reads only the piece, of others it keeps the latest whole."""
 
     def __init__(self, documents: Documents) -> None:
         self.documents = documents
         self._lengths = documents.lengths
         self._kept: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
 
-    def tokens(self, number: int) -> NDArray[np.int64]:
-        """The document's token ids.
+    def piece(self, number: int, start: int, stop: int, end: int | None = None) -> Piece:
+        """Tokens [start, stop) of document `number`, which ends at `end`, or where it really does.
 
         Raises:
             DataError: it cannot be read, or has another length than was said.
         """
+        length = int(self._lengths[number])
+        end = length if end is None else end
+        if length > WHOLE and isinstance(self.documents, PartlyRead):
+            tokens_T = self.documents.part(number, start, min(stop + 1, end))
+            return cut(tokens_T, 0, stop - start, number)
+        return cut(self._tokens(number)[:end], start, stop, number)
+
+    def _tokens(self, number: int) -> NDArray[np.int64]:
         if number not in self._kept:
             tokens_T = self.documents.tokens(number)
             if len(tokens_T) != self._lengths[number]:

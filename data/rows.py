@@ -10,11 +10,9 @@ Shape legend: `T` tokens of a piece, `S` tokens of a row.
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.data.byte_documents import ByteDocuments
-from hetero_megatron.data.corpus import Corpus
 from hetero_megatron.data.documents import Documents
 from hetero_megatron.data.order import ROWS, epoch_order
-from hetero_megatron.data.piece import Piece, RecentDocuments, cut
+from hetero_megatron.data.piece import Piece, RecentDocuments
 from hetero_megatron.errors import DataError
 
 
@@ -25,8 +23,8 @@ class PackedRows:
     border; a document's last token has no target.
     """
 
-    def __init__(self, documents: Documents | Corpus, seed: int, seq_length: int) -> None:
-        """Look at the documents' lengths, read none; a corpus without tokens is taken as bytes.
+    def __init__(self, documents: Documents, seed: int, seq_length: int) -> None:
+        """Look at the documents' lengths, read none.
 
         Raises:
             DataError: the rows would be empty, or there is no document.
@@ -35,8 +33,6 @@ class PackedRows:
             raise DataError(f"seq_length is {seq_length}; a row holds 1 token or more")
         self.seed = seed
         self.seq_length = seq_length
-        if isinstance(documents, Corpus):
-            documents = ByteDocuments(documents)
         self._lengths = documents.lengths
         if not len(self._lengths):
             raise DataError("the corpus has no document, so there is no row")
@@ -92,7 +88,7 @@ class PackedRows:
                 document = int(order[place])
                 start = offset - int(ends[place] - self._lengths[document])
                 stop = min(start + missing, int(self._lengths[document]))
-                piece = cut(self._recent.tokens(document), start, stop, document)
+                piece = self._recent.piece(document, start, stop)
                 pieces.append(piece)
                 missing -= len(piece)
                 offset += len(piece)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.data.documents import Documents, Stream
+from hetero_megatron.data.documents import Documents, PartlyRead, Stream
 from hetero_megatron.errors import DataError
 
 
@@ -46,7 +46,20 @@ class CheckedDocuments:
         Raises:
             DataError: one is not.
         """
-        ids = self.inner.tokens(index)
+        return self._checked(index, self.inner.tokens(index))
+
+    def part(self, index: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Token ids [start, stop) of the document, all of them in the vocabulary.
+
+        Raises:
+            DataError: one is not.
+        """
+        inner = self.inner
+        if isinstance(inner, PartlyRead):
+            return self._checked(index, inner.part(index, start, stop))
+        return self._checked(index, inner.tokens(index)[start:stop])
+
+    def _checked(self, index: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         refuse_foreign(ids, self.vocab_size, f"document {index} ({self.inner.name(index)})")
         return ids
 

@@ -36,13 +36,15 @@ class Worker:
         self.name = name
         self._socket, theirs = socket.socketpair()
         parent = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RANK)
+        # Between the fork and the new process's own setting, a signal would run the rank's handler in both.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RANK)
         try:
             self.pid = os.fork()
             if not self.pid:
-                _work(parent, items, prefetch, theirs, [self._socket, *(other._socket for other in others)])
+                foreign = [self._socket, *(other._socket for other in others)]
+                _work(parent, items, prefetch, theirs, foreign)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RANK)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._ended = False
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from hetero_megatron.data.batch import pack
 from hetero_megatron.data.document_samples import DocumentSamples, LongDocuments
@@ -126,3 +127,27 @@ def test_samples_without_tokens_are_refused() -> None:
 def test_a_negative_sample_is_refused() -> None:
     with pytest.raises(DataError, match="sample -1 does not exist"):
         DocumentSamples(MemoryDocuments((3,)), 0, 4).sample(-1)
+
+
+class PartlyReadDocuments(MemoryDocuments):
+    """Documents that are never read whole."""
+
+    def tokens(self, index: int) -> NDArray[np.int64]:
+        raise AssertionError(f"document {index} was read whole")
+
+    def part(self, index: int, start: int, stop: int) -> NDArray[np.int64]:
+        return document(index, self.sizes[index])[start:stop]
+
+
+@pytest.mark.parametrize("policy", ["split", "truncate"])
+def test_pieces_of_very_long_documents_are_the_same_and_read_alone(
+    policy: LongDocuments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def texts(documents: MemoryDocuments) -> list[tuple[list[int], list[int]]]:
+        samples = DocumentSamples(documents, 2, 16, policy)
+        pieces = [samples.sample(number)[0] for number in range(samples.per_pass)]
+        return [(piece.tokens_T.tolist(), piece.targets_T.tolist()) for piece in pieces]
+
+    whole = texts(MemoryDocuments(LONG))
+    monkeypatch.setattr("hetero_megatron.data.piece.WHOLE", 0)
+    assert texts(PartlyReadDocuments(LONG)) == whole

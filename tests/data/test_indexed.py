@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hetero_megatron.data.indexed import IndexedDocuments, IndexedWriter, id_dtype
+from hetero_megatron.data.token_check import CheckedDocuments
 from hetero_megatron.errors import DataError
 
 DOCUMENTS = [[5, 6, 7, 2], [9, 2], [1, 1, 2, 3, 2]]
@@ -52,6 +53,15 @@ def test_what_was_written_is_read_back(tmp_path: Path, suffix: str) -> None:
     assert documents.name(1) == f"{tmp_path / 'c'}.bin document 1"
     assert documents.first_outside(10) is None
     assert [documents.first_outside(size) for size in (9, 8, 7)] == [1, 1, 0]
+
+
+def test_a_part_is_read_without_the_rest_and_checked_alone(tmp_path: Path) -> None:
+    documents = IndexedDocuments(write(tmp_path / "c", DOCUMENTS))
+    assert documents.part(2, 1, 4).tolist() == [1, 2, 3]
+    checked = CheckedDocuments(documents, 3)
+    assert checked.part(2, 0, 3).tolist() == [1, 1, 2]
+    with pytest.raises(DataError, match="3"):
+        checked.part(2, 1, 4)
 
 
 def test_sequences_of_one_document_are_read_as_one_and_empty_ones_are_left_out(tmp_path: Path) -> None:
