@@ -5,7 +5,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from hetero_megatron.errors import DataError
 
@@ -13,6 +13,7 @@ from hetero_megatron.errors import DataError
 FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
+@runtime_checkable
 class Corpus(Protocol):
     """Numbered documents. Names and sizes cost nothing to ask for; only `read` touches a document."""
 
@@ -87,6 +88,10 @@ class Files:
         """The file's name relative to the corpus folder."""
         return self.names[index]
 
+    def path(self, index: int) -> str:
+        """The file's path."""
+        return os.path.join(self.root, self.names[index])
+
     def size(self, index: int) -> int:
         """The file's size in bytes when the corpus was opened."""
         return self.sizes[index]
@@ -97,7 +102,7 @@ class Files:
         Raises:
             DataError: the file is gone, unreadable, or has another size than when the corpus was opened.
         """
-        path = os.path.join(self.root, self.names[index])
+        path = self.path(index)
         try:
             content = Path(path).read_bytes()
         except OSError as error:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ class Documents(Protocol):
         ...
 
 
+@runtime_checkable
 class Stream(Protocol):
     """Tokenized documents that can only be read one after another, such as a dataset streamed from the hub."""
 

@@ -45,6 +45,7 @@ class StepFacts:
     """What the trainer knows of a step beside its StepResult.
 
     Attributes:
+        first_sample: the number of the first sample of this step; its samples are consecutive.
         consumed_samples: of the whole run, up to and including this step; so are `consumed_tokens` (valid targets).
         padding_share: the share of this pipeline's tokens that only fill up.
         data_wait_seconds: how long this rank waited for its data.
@@ -53,6 +54,7 @@ class StepFacts:
         note: what is worth reading later, such as a loss spike.
     """
 
+    first_sample: int
     consumed_samples: int
     consumed_tokens: int
     padding_share: float = 0.0
@@ -80,6 +82,7 @@ def step_values(result: StepResult, facts: StepFacts, flops_per_token: int, devi
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "valid_tokens": result.valid_tokens,
+        "first_sample": facts.first_sample,
         "consumed_samples": facts.consumed_samples,
         "consumed_tokens": facts.consumed_tokens,
         "step_seconds": seconds,

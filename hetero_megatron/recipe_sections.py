@@ -1,9 +1,8 @@
 """The sections of a recipe, typed and strict: no unknown key, no text for a number (paper Tables 6, 9-16)."""
 
-import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -12,14 +11,12 @@ from pydantic import (
     ConfigDict,
     Field,
     WithJsonSchema,
-    create_model,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from hetero_megatron.errors import RecipeError, RuntimeFailure, ScheduleError
-from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.pipeline.schedule import SCHEDULES, check_name
 from hetero_megatron.recipe_text import degrees, layer_ranges, number_list, recomputed
 from hetero_megatron.runtime.learning_rate import check_schedule
@@ -87,18 +84,6 @@ class Section(BaseModel):
         if isinstance(value, Mapping):
             refuse_unknown(value, cls.model_fields)
         return value
-
-
-def _model_section() -> type[Section]:
-    """`preset` and every field of LlamaConfig, all optional: what is given replaces the preset's value."""
-    hints = get_type_hints(LlamaConfig)
-    fields: dict[str, Any] = {
-        field.name: (hints[field.name], None) for field in dataclasses.fields(LlamaConfig)
-    }
-    return create_model("ModelSection", __base__=Section, preset=(str | None, None), **fields)
-
-
-ModelSection = _model_section()
 
 
 class NodesSection(Section):
@@ -359,6 +344,7 @@ class CheckpointSection(Section):
     anew and refuses a folder with checkpoints; a number is the iteration to go on from.
     `load`: another run's folder to start from when this run's folder has no checkpoint.
     `override_lr_schedule`: a resumed run takes the learning-rate schedule of the recipe, not the saved one.
+    `new_data`: a resumed run goes through other data than before, from its first sample.
     """
 
     interval: Count | None = None
@@ -367,6 +353,7 @@ class CheckpointSection(Section):
     resume: Literal["auto", "never"] | Annotated[int, Field(ge=0)] = "auto"
     load: str | None = None
     override_lr_schedule: bool = False
+    new_data: bool = False
 
 
 class LoggingSection(Section):

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_megatron.data.order import epoch_order
-from hetero_megatron.data.rows import KEPT_DOCUMENTS, PackedRows, Piece
+from hetero_megatron.data.piece import KEPT_DOCUMENTS, Piece
+from hetero_megatron.data.rows import PackedRows
 from hetero_megatron.errors import DataError
 from hetero_megatron.runtime.batch import IGNORE
 
