@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from rich.console import Console
@@ -18,6 +18,7 @@ from hetero_megatron.errors import HeteroError, StrategyError
 from hetero_megatron.journal import Journal
 from hetero_megatron.layers.initial import initial_value, initial_values
 from hetero_megatron.loop import Loop
+from hetero_megatron.models.hf_weights import hf_initial
 from hetero_megatron.recipe import load_recipe
 from hetero_megatron.report import short_strategy, strategy_table
 from hetero_megatron.run import DTYPES, Run, prepare
@@ -38,30 +39,37 @@ from hetero_megatron.watch import SkipWatch, SpikeWatch
 
 
 def start_session(run: Run, world: World) -> Session:
-    """A Session with layout-independent initial values (DESIGN decision 5), or with those of a checkpoint."""
-    specs, seed, saved = initial_values(run.model), run.recipe.training.seed, run.start.saved
-
-    def initial(slot: ParameterSlot) -> torch.Tensor:
-        return initial_value(
-            slot.name, specs[slot.name], slot.bounds, slot.full_shape, seed, device=world.device
-        )
-
-    dtype = DTYPES[run.recipe.training.precision]
+    """A Session with the weights of a checkpoint, of a Hugging Face folder, or with initial ones by name and index."""
+    saved, training = run.start.saved, run.recipe.training
     agree_on_kernels(world, run.kernels.names)
-    modules, kernels = dict(run.model.named_modules()), run.kernels.load()
     session = Session(
         run.program,
         world,
-        modules,
-        saved.initial if saved else initial,
+        dict(run.model.named_modules()),
+        _initial(run, world.device),
         run.settings,
-        dtype,
-        kernels,
-        run.recipe.training.bucket_size,
+        DTYPES[training.precision],
+        run.kernels.load(),
+        training.bucket_size,
     )
     if saved:
         saved.restore(session, say=print if world.rank == world.ranks[0] else _nothing)
     return session
+
+
+def _initial(run: Run, device: torch.device) -> Callable[[ParameterSlot], torch.Tensor]:
+    """The first value of a shard, which no strategy changes (DESIGN decision 5)."""
+    folder = run.recipe.weights_folder
+    if run.start.saved is not None:
+        return run.start.saved.initial
+    if folder is not None:
+        return hf_initial(folder, run.config)
+    specs, seed = initial_values(run.model), run.recipe.training.seed
+
+    def initial(slot: ParameterSlot) -> torch.Tensor:
+        return initial_value(slot.name, specs[slot.name], slot.bounds, slot.full_shape, seed, device=device)
+
+    return initial
 
 
 def train_rank(run: Run, world: World, loader: Loader, request: StopRequest) -> None:

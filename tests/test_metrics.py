@@ -53,6 +53,7 @@ def test_a_line_says_what_the_step_did_and_how_fast() -> None:
         "grad_norm": 0.25,
         "lr": 1e-3,
         "valid_tokens": 1000,
+        "first_sample": 16,
         "consumed_samples": 24,
         "consumed_tokens": 3000,
         "step_seconds": 0.5,

@@ -50,7 +50,7 @@ def test_one_huge_tensor_in_uneven_pieces_goes_to_any_number_of_ranks(tmp_path: 
     """O-31: ZeRO-1 on two ranks, then on two, three and one, and on four unequal ones without ZeRO."""
     config = dataclasses.replace(T0, vocab_size=2000)
     steps = [sequences(6, vocab=2000, seed=step) for step in range(4)]
-    course = run_course(replicas(2), steps, 2, tmp_path, config)
+    course = run_course(replicas(2), steps, 2, tmp_path, config, asynchronous=False)
     for plan in (replicas(2), replicas(3), replicas(1), het4((2, 2), (1, 2))):
         assert_as_if_never_stopped(course, plan)
 
@@ -58,5 +58,7 @@ def test_one_huge_tensor_in_uneven_pieces_goes_to_any_number_of_ranks(tmp_path: 
 def test_moments_survive_a_change_of_layout(tmp_path: Path) -> None:
     """O-56, through a file: a moment that was reset would change a weight by about the learning rate, 1e-2."""
     steps = [sequences(6, seed=step) for step in range(6)]
-    course = run_course(strategy((3, 2, [stage("0-1", "0-1"), stage("2-3", "2-3")])), steps, 5, tmp_path)
+    course = run_course(
+        strategy((3, 2, [stage("0-1", "0-1"), stage("2-3", "2-3")])), steps, 5, tmp_path, asynchronous=False
+    )
     assert_as_if_never_stopped(course, het3())

@@ -47,6 +47,7 @@ def run_course(
     before: int,
     folder: Path,
     config: LlamaConfig = T0,
+    asynchronous: bool = True,
     **options: Any,
 ) -> Course:
     """Train on all steps, saving before step number `before` (from 0)."""
@@ -54,8 +55,10 @@ def run_course(
 
     def save(session: Session, step: int) -> None:
         if step == before:
-            saver = Saver(folder, session, asynchronous=False, say=lambda text: None)
-            assert saver.start(before, {"next step": before}) == Saved(before, folder_of(folder, before))
+            saver = Saver(folder, session, asynchronous=asynchronous, say=lambda text: None)
+            ended = saver.start(before, {"next step": before})
+            assert (ended is None) == asynchronous
+            assert (ended or saver.finish()) == Saved(before, folder_of(folder, before))
             held[session.world.rank] = session.shards()
 
     outcome = train(
