@@ -247,6 +247,9 @@ class Saver:
                 remove(pending.path)
             except OSError as error:
                 self._say(f"WARNING: {pending.path} could not be removed: {error}")
+        if len(world.ranks) > 1:
+            # Nobody may write into the folder again while it is being removed.
+            dist.barrier(group=world.control)
         self._pending = None
         who = "; ".join(
             f"rank {rank}: {text}" for rank, text in zip(world.ranks, errors, strict=True) if text

@@ -4,7 +4,7 @@ Every element is written by one rank, the first that holds it (`state.is_counted
 alone, so every rank knows what every other one writes and nobody has to ask.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -93,17 +93,19 @@ def metadata_of(parts: Sequence[Part]) -> Metadata:
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     sizes: dict[str, int] = {}
+    # So that torch's own tools make {kind: {name: tensor}} of it.
+    paths: dict[str, tuple[str, str]] = {}
     for part in parts:
-        if part.key not in tensors:
+        key, chunk = part.key, part.chunk
+        if key not in tensors:
             properties = TensorProperties(dtype=torch.float32)
-            tensors[part.key] = TensorStorageMetadata(properties, torch.Size(part.full_shape), [])
-        tensors[part.key].chunks.append(part.chunk)
-        sizes[part.key] = sizes.get(part.key, 0) + prod(part.chunk.sizes)
+            tensors[key] = TensorStorageMetadata(properties, torch.Size(part.full_shape), [])
+            paths[key], sizes[key] = (part.kind, part.name), 0
+        tensors[key].chunks.append(chunk)
+        sizes[key] += prod(chunk.sizes)
     for key, tensor in tensors.items():
         if sizes[key] != prod(tensor.size):
             raise CheckpointError(
                 f"{key}: the parts that ranks wrote have {sizes[key]} elements, the tensor {prod(tensor.size)}"
             )
-    # So that torch's own tools make {kind: {name: tensor}} of it.
-    paths: Mapping[str, tuple[str, ...]] = {part.key: (part.kind, part.name) for part in parts}
-    return Metadata(dict(tensors), planner_data=dict(paths))
+    return Metadata(dict(tensors), planner_data=paths)

@@ -26,6 +26,7 @@ from tests.distributed.training import (
     T0,
     Outcome,
     assert_parity,
+    micro_batch,
     reference,
     sequences,
     stage,
