@@ -1,7 +1,7 @@
 """A run as one typed YAML file: everything wrong in it is refused before anything starts (DESIGN 5)."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -13,13 +13,15 @@ from hetero_megatron.annotation import AnnotationPlan
 from hetero_megatron.cluster import KINDS, Cluster, Device
 from hetero_megatron.data.corpus import Files
 from hetero_megatron.data.dispatch import deal
-from hetero_megatron.data.tokenizer import VOCAB_SIZE
+from hetero_megatron.data.documents import Source
+from hetero_megatron.data.sources import Shown, no_bar, open_sources
 from hetero_megatron.errors import HeteroError, RecipeError
 from hetero_megatron.layout import read_plan
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.hf_weights import HfWeights
 from hetero_megatron.pipeline.schedule import Tasks
 from hetero_megatron.pipeline.schedule_file import read_csv
+from hetero_megatron.recipe_data import check_tokens, corpus_settings
 from hetero_megatron.recipe_model import ModelSection, make_config
 from hetero_megatron.recipe_sections import (
     SCHEDULE_FILE,
@@ -65,7 +67,7 @@ def _known_kinds(value: object) -> object:
 class Recipe(Section):
     """One run: model, cluster, strategy, data, training, kernels, evaluation, checkpoint, logging, output.
 
-    >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=10"])
+    >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=100"])
     """
 
     model: Annotated[ModelSection, _expanded("model")]  # type: ignore[valid-type]  # fields are LlamaConfig's
@@ -175,6 +177,31 @@ class Recipe(Section):
         with _in_section("data" if self.data.files is None else "data.files"):
             return Files.standard_library() if self.data.files is None else Files.listed(self.data.files)
 
+    def open_sources(
+        self,
+        say: Callable[[str], None],
+        shown: Shown = no_bar,
+        evaluation: bool = False,
+        workers: int | None = None,
+    ) -> list[Source]:
+        """The documents of `data`, or of `evaluation.data`; text becomes tokens first, where it has not yet.
+
+        To be called once, before ranks are forked. What was made is kept in `data.cache`, or in `data` in the run's
+        folder, and found there the next time. `say` is told what was done, `shown` how far it is.
+
+        Raises:
+            RecipeError: a source or the tokenizer cannot be used.
+        """
+        section, name = self.data, "data"
+        if evaluation:
+            assert self.evaluation is not None, "a recipe without evaluation has no evaluation data"
+            section, name = self.evaluation.data, "evaluation.data"
+        cache = section.cache or self.data.cache
+        folder = Path(cache) if cache is not None else Path(self.output.folder) / "data"
+        with _in_section(name):
+            vocab_size = self.make_config().vocab_size
+            return open_sources(corpus_settings(section), vocab_size, folder, say, shown, workers)
+
     def make_folder(self) -> Path:
         """The run's folder, made if it does not exist and found to be writable.
 
@@ -207,10 +234,9 @@ class Recipe(Section):
         """
         with _in_section("model"):
             config = self.make_config()
-        if config.vocab_size < VOCAB_SIZE:
-            raise RecipeError(
-                f"model.vocab_size: {config.vocab_size} is too small; byte tokens need {VOCAB_SIZE}"
-            )
+        check_tokens("data", self.data, config.vocab_size)
+        if self.evaluation is not None:
+            check_tokens("evaluation.data", self.evaluation.data, config.vocab_size)
         if config.sliding_window is not None and self.training.seq_length > config.sliding_window:
             raise RecipeError(
                 f"training.seq_length: {self.training.seq_length} exceeds the model's sliding_window "

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from hetero_megatron.cli.data import app as data
 from hetero_megatron.cli.errors import reported
 from hetero_megatron.errors import RecipeError
 
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(data, name="data")
 convert = typer.Typer(help="Turn Hugging Face folders into run folders, and back.", no_args_is_help=True)
 app.add_typer(convert, name="convert")
 

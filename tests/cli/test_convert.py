@@ -98,7 +98,7 @@ def trained(
     def save_it(session: Session) -> None:
         for slot in session.state.slots:
             mark(slot, view(session.state.master, slot))
-        payload = {"model": config_to_values(config), "seq_length": 64}
+        payload = {"model": config_to_values(config), "recipe": {"training": {"seq_length": 64}}}
         Saver(folder, session, asynchronous=False).start(session.iteration, payload)
 
     return train(plan, STEP, config, collect=save_it, saved=start)

@@ -22,7 +22,8 @@ from hetero_megatron.program import Program
 from hetero_megatron.runtime.batch import IGNORE, MicroBatch
 from hetero_megatron.runtime.binding import Kernels
 from hetero_megatron.runtime.checkpoint_read import SavedState
-from hetero_megatron.runtime.optimizer import OptimizerSettings, learning_rate
+from hetero_megatron.runtime.learning_rate import learning_rate
+from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.session import Session, StepResult
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS, ParameterSlot, view
 from hetero_megatron.runtime.world import World
