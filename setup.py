@@ -16,7 +16,10 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "."},
     packages=find_packages(include=["hetero_megatron", "hetero_megatron.*"]),
-    package_data={"hetero_megatron": ["py.typed"], "hetero_megatron.recipes": ["*.yaml", "paper/*.yaml"]},
+    package_data={
+        "hetero_megatron": ["py.typed"],
+        "hetero_megatron.recipes": ["*.yaml", "paper/*.yaml", "pretrain/*.yaml"],
+    },
     install_requires=[
         "torch>=2.10",
         "numpy>=1.26",
@@ -24,14 +27,31 @@ setup(
         "ruamel.yaml>=0.18",
         "typer>=0.12",
         "rich>=13",
+        "safetensors>=0.5",
+        "tokenizers>=0.21",
     ],
     extras_require={
         # For NVIDIA GPUs. apex is not among them: it is NVIDIA's and is built from its source repository
         # (github.com/NVIDIA/apex). The package called apex on the Python package index is something else; it
         # is never installed here.
         "gpu": ["transformer-engine[pytorch]", "flash-attn"],
+        # Corpora in parquet, saved datasets, the Hugging Face hub; SentencePiece tokenizers.
+        "data": ["datasets>=3", "sentencepiece>=0.2"],
+        "logging": ["tensorboard"],
         "plots": ["matplotlib"],
-        "dev": ["ruff", "mypy", "pytest", "pytest-timeout", "hypothesis"],
+        "dev": [
+            "ruff",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "datasets>=3",
+            "sentencepiece>=0.2",
+            "tensorboard",
+            "matplotlib",
+            # What exported models are compared with.
+            "transformers>=4.50",
+        ],
     },
     entry_points={"console_scripts": ["hetero-megatron = hetero_megatron.cli.main:main"]},
 )

@@ -40,11 +40,13 @@ class Device:
     node: int
 
 
-# Memory and FLOP/s of H800 and H20: paper Table 7. The CPU row stands for this machine and promises nothing.
+# Memory and FLOP/s of H800 and H20: paper Table 7. H100: NVIDIA's data sheet of the SXM module with 80 GB, in the same
+# units. The CPU row stands for this machine and promises nothing.
 KINDS = {
     kind.name: kind
     for kind in (
         DeviceKind("h800", 81559 * 2**20, 990e12, Link("nvlink", 400.0)),
+        DeviceKind("h100", 81559 * 2**20, 989e12, Link("nvlink", 900.0)),
         DeviceKind("h20", 97871 * 2**20, 148e12, Link("nvlink", 900.0)),
         DeviceKind("cpu", 4 * 2**30, 1e11, Link("loopback", 3.0)),
     )

@@ -57,6 +57,11 @@ def _check_ranks(strategy: "Strategy", cluster_ranks: tuple[int, ...]) -> None:
     for rank in strategy.idle_ranks:
         if rank in place:
             raise StrategyError(f"rank {rank} is listed in idle_ranks and used in {place[rank]}")
+        if rank not in known:
+            raise StrategyError(
+                f"rank {rank} of idle_ranks is not in the cluster, which has {len(known)} ranks "
+                f"({min(known)} to {max(known)})"
+            )
     left = sorted(known - set(place) - set(strategy.idle_ranks))
     if left:
         raise StrategyError(

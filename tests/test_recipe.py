@@ -148,6 +148,9 @@ def test_the_json_schema_admits_shorthands_and_names_every_section() -> None:
         "data",
         "training",
         "kernels",
+        "evaluation",
+        "checkpoint",
+        "logging",
         "output",
     }
     assert "string" in json.dumps(schema["properties"]["model"])
@@ -193,7 +196,8 @@ def test_the_nearest_name_looks_at_letters_and_parts() -> None:
         ("trainning.lr=1", "FILE: trainning: unknown key; did you mean training?"),
         (
             "extras.a=1",
-            "FILE: extras: unknown key; known here: cluster, data, kernels, model, output, strategy, training",
+            "FILE: extras: unknown key; known here: checkpoint, cluster, data, evaluation, kernels, "
+            "logging, model, output, strategy, training",
         ),
         (
             "training.micro_batch_size=1",

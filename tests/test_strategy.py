@@ -129,6 +129,9 @@ def test_idle_ranks_are_named_and_really_idle() -> None:
     assert refused(replace(plan, idle_ranks=(2, 3))) == (
         "rank 2 is listed in idle_ranks and used in pipeline 0 stage 1"
     )
+    assert refused(replace(plan, idle_ranks=(3, 7))) == (
+        "rank 7 of idle_ranks is not in the cluster, which has 4 ranks (0 to 3)"
+    )
 
 
 # What a strategy itself cannot be.

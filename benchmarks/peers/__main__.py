@@ -50,6 +50,8 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown layout {unknown[0]!r}; known: {', '.join(LAYOUTS)}")
     console, case, found = Console(), Case(), {}
+    if not console.is_terminal:
+        console = Console(width=120)
     for layout in (LAYOUTS[name] for name in arguments.layouts.split(",")):
         with console.status(f"{layout.name} ..."):
             measured = measure(case, layout, arguments.rounds, arguments.steps, arguments.sequence_parallel)
@@ -87,7 +89,7 @@ def summary(case: Case, layout: Layout, measured: Measured) -> dict[str, float]:
 
 def speed_table(case: Case, found: dict[Layout, Measured]) -> Table:
     table = Table(title="ours against PyTorch's own stack", title_justify="left")
-    table.add_column("layout")
+    table.add_column("layout", no_wrap=True)
     for column in (
         "speed",
         "from",

@@ -24,8 +24,8 @@ from hetero_megatron.pipeline.timing import clock
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.report import layer_text, rank_text, strategy_table
+from hetero_megatron.run import DTYPES, build_program
 from hetero_megatron.strategy import Stage
-from hetero_megatron.train import DTYPES, build_program
 
 ACTIVATION, GRADIENT = "activation", "gradient"
 _FP32_BYTES = 4

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_megatron.errors import HeteroError
+from hetero_megatron.runtime.stopping import StopRequest
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 3.0
@@ -50,12 +51,14 @@ def fork_ranks(
     main: Callable[[Rendezvous], None],
     timeout_s: float | None = None,
     ranks: Sequence[int] | None = None,
+    request: StopRequest | None = None,
 ) -> int:
     """Run `main` in `count` forked processes and return 0 when all of them succeed.
 
     `ranks` are their global ranks, ascending, by which messages name them; 0, 1, ... where they are not given.
     When one fails, the others get a few seconds to fail by themselves with their own message and are then
-    killed; none is left behind. The children end when this process ends.
+    killed; none is left behind. The children end when this process ends. With a `request`, to which this process
+    listens, a signal that asks it to stop goes on to the ranks.
 
     Returns:
         The exit code of the first process that failed (128 + signal when it was killed), 124 on time-out, else 0.
@@ -71,7 +74,7 @@ def fork_ranks(
             for index, rank in enumerate(ranks):
                 with _interrupts_wait() as resume:
                     pids.append(_fork(Rendezvous(index, count, store), main, rank, resume))
-            return _reap(pids, ranks, timeout_s)
+            return _reap(pids, ranks, timeout_s, request)
         finally:
             _kill(pids)
 
@@ -116,10 +119,7 @@ def _fork(
         return pid
     code = 1
     try:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        end_with_parent(parent)
         use_batch_scheduling()
         with end_at_once(rank):
             resume()
@@ -128,6 +128,14 @@ def _fork(
         code = 0
     finally:
         os._exit(code)
+
+
+def end_with_parent(parent: int) -> None:
+    """This forked process is killed when process `parent` ends, also when that has already happened."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 @contextlib.contextmanager
@@ -166,9 +174,11 @@ def _told(error: BaseException, rank: int) -> str:
     return f"rank {rank} failed:\n{traceback.format_exc()}"
 
 
-def _reap(pids: Sequence[int], ranks: Sequence[int], timeout_s: float | None) -> int:
+def _reap(
+    pids: Sequence[int], ranks: Sequence[int], timeout_s: float | None, request: StopRequest | None
+) -> int:
     """Wait for all; the first failure shortens the wait for the rest to a grace period."""
-    alive, code = set(pids), 0
+    alive, code, passed_on = set(pids), 0, False
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while alive:
         for pid, ended in _ended(alive):
@@ -181,6 +191,10 @@ def _reap(pids: Sequence[int], ranks: Sequence[int], timeout_s: float | None) ->
                 deadline = grace if deadline is None else min(deadline, grace)
         if deadline is not None and time.monotonic() > deadline:
             return code or 124
+        if request and not passed_on:
+            passed_on = True
+            for pid in alive:
+                os.kill(pid, signal.SIGTERM)
         if alive:
             time.sleep(0.002)
     return code
