@@ -139,6 +139,22 @@ def test_a_failed_save_can_stop_the_run(tmp_path: Path) -> None:
     }
 
 
+def test_a_rank_without_memory_for_a_snapshot_is_named(tmp_path: Path) -> None:
+    def work(each: Run) -> Any:
+        def fail() -> None:
+            raise MemoryError("cannot allocate")
+
+        if each.world.rank == 0:
+            each.saver._snapshot.take = fail  # type: ignore[assignment]
+        each.step()
+        each.save()
+        return [each.step(), each.saver.finish()]
+
+    found = run(work, lambda s: Saver(tmp_path, s, say=lambda text: None))
+    assert found[0] == found[1]
+    assert f"rank 0: no snapshot of {3 * 4 * 43_296} bytes: cannot allocate" in found[0][0].text
+
+
 def test_the_first_rank_may_fail_at_the_end_and_the_checkpoint_before_stays(tmp_path: Path) -> None:
     """The old one may go only when the new one is complete, even where one is kept."""
 
