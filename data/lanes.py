@@ -46,7 +46,15 @@ def lanes_of(program: Program, seq_length: int) -> tuple[Lane, ...]:
     """A strategy's pipelines: each takes work by its micro_batches * micro_batch_size.
 
     A micro-batch holds micro_batch_size * seq_length tokens, filled up as that many rows would be.
+
+    Raises:
+        DataError: the strategy's schedule is for one count of micro-batches only.
     """
+    if program.strategy.schedule_tasks:
+        raise DataError(
+            f"packing: documents makes another number of micro-batches in every step, and schedule "
+            f"{program.strategy.schedule} of a file is for one number; use packing: rows, or a schedule by name"
+        )
     found = []
     for number, pipeline in enumerate(program.strategy.pipelines):
         multiple = program.token_multiple(number)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import cast
 
 import torch
 
@@ -13,7 +14,7 @@ from hetero_megatron.data.packing import Packing, prepare
 from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.data.steps import Steps, StepSamples
 from hetero_megatron.data.workers import Worker
-from hetero_megatron.errors import DataError
+from hetero_megatron.errors import DataError, HeteroError
 from hetero_megatron.runtime.batch import MicroBatch
 
 
@@ -84,6 +85,7 @@ class Loader:
         self._workers: list[Worker] = []
         self._inline: Iterator[PreparedStep] | None = None
         self._taken = 0
+        self._failed: HeteroError | None = None
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -119,11 +121,7 @@ class Loader:
         """
         assert self._workers or self._inline is not None, "start the loader first"
         began = time.perf_counter()
-        if self._inline is not None:
-            prepared = next(self._inline, None)
-        else:
-            worker = self._workers[self._taken % len(self._workers)]
-            prepared = worker.take(f"step {self.position.iteration}")
+        prepared = self._take()
         waited = time.perf_counter() - began
         if prepared is None:
             return None
@@ -133,6 +131,19 @@ class Loader:
         tokens = sum(len(batch.tokens_T) for batch in prepared.batches) - padding
         batches = [batch.on(device) for batch in prepared.batches]
         return LoadedStep(batches, prepared.samples, self.position, waited, tokens, padding, prepared.report)
+
+    def _take(self) -> PreparedStep | None:
+        """The next step; a failure is told again to whoever asks again, for it is not the end of the data."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            if self._inline is not None:
+                return next(self._inline, None)
+            worker = self._workers[self._taken % len(self._workers)]
+            return cast(PreparedStep | None, worker.take(f"step {self.position.iteration}"))
+        except HeteroError as error:
+            self._failed = error
+            raise
 
     def close(self) -> None:
         """End the workers and wait until they are gone."""

@@ -82,7 +82,7 @@ def prepare(
                 return found
             _same_plan(parts, f"{mark} {shard_bytes}")
             work = _Work(reader, tokenizer, policy, parts, reader.shards(shard_bytes))
-            made = work.make(workers or len(os.sched_getaffinity(0)), say, progress)
+            made = work.make(workers or _cores(), say, progress)
             if fingerprint(reader, tokenizer, policy) != mark:
                 raise DataError(
                     f"{_told(reader)} changed while it was turned into tokens; run the same command again"
@@ -252,6 +252,11 @@ def _same_file(descriptor: int, path: Path) -> bool:
         return os.fstat(descriptor).st_ino == path.stat().st_ino
     except FileNotFoundError:
         return False
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _stamp(path: str) -> tuple[int, int]:

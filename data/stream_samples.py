@@ -3,6 +3,7 @@
 Shape legend: `T` tokens of a document.
 """
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import islice
@@ -46,7 +47,8 @@ class StreamSamples:
         self.long_documents, self.shuffle_buffer = long_documents, shuffle_buffer
         self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()
         self._kept = 3
-        self._reading: tuple[tuple[int, int], Iterator[NDArray[np.int64]]] | None = None
+        # The block that comes next, and from where: an open file that is read in two processes loses rows in both.
+        self._reading: tuple[tuple[int, int, int], Iterator[NDArray[np.int64]]] | None = None
         self._per_pass: int | None = None
 
     @property
@@ -108,10 +110,14 @@ class StreamSamples:
         """The documents of a block in shuffled order; fewer than shuffle_buffer, or none, where the stream ends."""
         key = (epoch, block)
         if key not in self._blocks:
-            if self._reading is None or self._reading[0] != key:
-                self._reading = (key, self.stream.read(epoch, block * self.shuffle_buffer))
+            process = os.getpid()
+            if self._reading is None or self._reading[0] != (process, epoch, block):
+                self._reading = (
+                    (process, epoch, block),
+                    self.stream.read(epoch, block * self.shuffle_buffer),
+                )
             documents = [self._limited(each) for each in islice(self._reading[1], self.shuffle_buffer)]
-            self._reading = ((epoch, block + 1), self._reading[1])
+            self._reading = ((process, epoch, block + 1), self._reading[1])
             order = block_order(len(documents), self.seed, epoch, block)
             self._blocks[key] = [documents[place] for place in order.tolist()]
             while len(self._blocks) > self._kept:

@@ -142,7 +142,7 @@ def _send(connection: socket.socket, kind: bytes, content: Any) -> None:
 
 def _memory_file() -> Any:
     """A file without a name, in memory where the system has such files."""
-    if hasattr(os, "memfd_create"):
+    with contextlib.suppress(AttributeError, OSError):
         return open(os.memfd_create("prepared step"), "w+b")
     return tempfile.TemporaryFile()
 

@@ -40,8 +40,8 @@ class Device:
     node: int
 
 
-# Memory and FLOP/s of H800 and H20: paper Table 7. H100: NVIDIA's data sheet of the SXM module with 80 GB, in the same
-# units. The CPU row stands for this machine and promises nothing.
+# Memory and FLOP/s of H800 and H20: paper Table 7. H100 is the SXM module with 80 GB: FLOP/s and link as published, memory
+# as for H800. The CPU row stands for this machine and promises nothing.
 KINDS = {
     kind.name: kind
     for kind in (

@@ -11,6 +11,7 @@ from rich.progress import Progress as Bar
 from hetero_megatron.data.prepare import Progress
 
 _SECONDS_BETWEEN_LINES = 30.0
+_SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
 @contextmanager
@@ -32,8 +33,13 @@ def preparing_bar(
     # Without a thread: processes are forked while the bar is shown.
     with Bar(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task(title, total=None, found="")
+        drawn = clock() - _SECONDS_BETWEEN_DRAWINGS
 
         def show(progress: Progress) -> None:
+            nonlocal drawn
+            if clock() - drawn < _SECONDS_BETWEEN_DRAWINGS:
+                return
+            drawn = clock()
             bar.update(task, total=progress.total, completed=progress.done, found=_found(progress))
             bar.refresh()
 

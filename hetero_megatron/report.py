@@ -233,7 +233,7 @@ class RunSummary:
         table.add_row(
             "time, average rank", "\n".join(f"{100 * s:5.1f}% {kind}" for kind, s in shares.items())
         )
-        if self.data_wait_seconds:
+        if self.data_wait_seconds >= 0.05:
             table.add_row("waited for data, this rank", f"{self.data_wait_seconds:.1f} s")
         table.add_row("steps", self._steps())
         console = Console()

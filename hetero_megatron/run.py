@@ -145,6 +145,8 @@ def prepare(recipe: Recipe) -> Run:
         train_iters = recipe.training.train_iters or data.steps.count()
         settings = recipe.training.optimizer_settings(train_iters)
         identity = {"seed": recipe.training.seed, **data.identity()}
+        if recipe.weights_folder is not None:
+            say(f"first weights: those of {recipe.weights_folder}, where there is no checkpoint")
         start = find_start(recipe, program, settings, identity, say)
         return Run(
             recipe,

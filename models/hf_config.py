@@ -81,7 +81,7 @@ _ALLOWED: Mapping[str, tuple[object, ...]] = {
     ),
     **dict.fromkeys(("alibi", "rope_interleave", "rope_interleaved", "parallel_attn"), _OFF),
     **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval", "num_nextn_predict_layers"), _OFF),
-    **dict.fromkeys(("use_bias", "qkv_bias", "add_bias_linear", "is_encoder_decoder"), _OFF),
+    **dict.fromkeys(("use_bias", "qkv_bias", "add_bias_linear", "is_encoder_decoder", "use_mrope"), _OFF),
 }
 
 

@@ -86,7 +86,7 @@ def run_to_hf(
     saved.check(parameter_shapes(config))
     stored = origin.get("dtype") or origin.get("torch_dtype")
     chosen = dtype or _SAVED_AS.get(str(stored), "fp32")
-    length = saved.payload.get("seq_length")
+    length = saved.payload.get("recipe", {}).get("training", {}).get("seq_length")
     with _progress("writing") as advance:
         write_hf(target, config, saved.read, DTYPES[chosen], max_shard_bytes, origin, length, advance)
     source = tokenizer or (kept if kept.is_dir() else None)

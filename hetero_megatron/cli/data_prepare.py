@@ -4,12 +4,14 @@ import sys
 from typing import cast, get_args
 
 from hetero_megatron.data.formats import Format, open_reader
+from hetero_megatron.data.indexed import IndexedDocuments
 from hetero_megatron.data.prepare import prepare
 from hetero_megatron.data.records import Policy
 from hetero_megatron.data.tokenizer_files import open_tokenizer
 from hetero_megatron.errors import RecipeError
 from hetero_megatron.preparing import preparing_bar
 from hetero_megatron.recipe import Recipe
+from hetero_megatron.recipe_data import corpus_settings
 
 
 def of_recipe(recipe: Recipe, workers: int | None) -> None:
@@ -18,10 +20,15 @@ def of_recipe(recipe: Recipe, workers: int | None) -> None:
     Raises:
         RecipeError: a corpus or the tokenizer cannot be used.
     """
-    with recipe.named():
-        recipe.open_sources(_say, preparing_bar, workers=workers)
-        if recipe.evaluation is not None:
-            recipe.open_sources(_say, preparing_bar, evaluation=True, workers=workers)
+    sections = [(recipe.data, False)]
+    if recipe.evaluation is not None:
+        sections.append((recipe.evaluation.data, True))
+    for section, held_out in sections:
+        with recipe.named():
+            sources = recipe.open_sources(_say, preparing_bar, held_out, workers)
+        for settings, source in zip(corpus_settings(section).sources, sources, strict=True):
+            if not isinstance(source.documents, IndexedDocuments):
+                _say(f"{settings.told}: read as it is, nothing to prepare")
 
 
 def of_paths(

@@ -1,6 +1,7 @@
-"""Documents through packing and dispatch into real steps (cases O-39, O-50)."""
+"""Documents through packing and dispatch into real steps (cases O-39, O-50, O-52)."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.session import Session
 from hetero_megatron.strategy import Strategy
+from tests.distributed.courses import assert_as_if_never_stopped, run_course
 from tests.distributed.training import (
     T0,
     Document,
@@ -70,26 +72,28 @@ def documents_of(steps: Steps, step: StepSamples) -> tuple[Document, ...]:
     return tuple(tuple(piece.tokens_T.tolist()) for piece in pieces)
 
 
+def packing_of(steps: Steps, session: Session) -> Packing:
+    if steps.packing == "rows":
+        sizes = [(p.micro_batches, p.micro_batch_size) for p in session.program.strategy.pipelines]
+        return RowPacking(steps.samples, steps.global_batch_size, sizes)
+    lanes, linear = lanes_of(session.program, steps.seq_length), flops_per_token(T0, 0)
+    cost = flop_cost(linear, flops_per_token(T0, 1) - linear, lanes)
+    return DocumentPacking(steps.samples, steps.seq_length, lanes, cost)
+
+
 class Loaded:
     """What `train` asks for each step's micro-batches: every rank loads those of its pipeline."""
 
-    def __init__(self, steps: Steps, rows: Sequence[tuple[int, int]] | None = None) -> None:
-        self.steps, self.rows = steps, rows
+    def __init__(self, steps: Steps, position: DataPosition = DataPosition()) -> None:  # noqa: B008
+        self.steps, self.position = steps, position
         self.loader: Loader | None = None
 
     def __call__(self, session: Session, _: int, __: list[MicroBatch]) -> list[MicroBatch]:
         if self.loader is None:
             number, ___ = session.program.pipeline_of(session.world.rank)
-            lanes = lanes_of(session.program, self.steps.seq_length)
-            linear = flops_per_token(T0, 0)
-            cost = flop_cost(linear, flops_per_token(T0, 1) - linear, lanes)
-            samples = self.steps.samples
-            packing: Packing = (
-                RowPacking(samples, self.steps.global_batch_size, self.rows)
-                if self.rows
-                else DocumentPacking(samples, self.steps.seq_length, lanes, cost)
-            )
-            self.loader = Loader(self.steps, packing, number, lanes[number].multiple, workers=0)
+            multiple = session.program.token_multiple(number)
+            packing = packing_of(self.steps, session)
+            self.loader = Loader(self.steps, packing, number, multiple, self.position, workers=0)
             self.loader.start()
         step = self.loader.next(session.world.device)
         assert step is not None
@@ -126,7 +130,26 @@ def test_a_last_sample_alone_is_trained_on_by_one_of_two_pipelines(packing: str)
     seen = [documents_of(steps, step) for step in taken]
     assert sorted(sum(seen, ())) == sorted(D0[:5])
     sizes = [(1, 2), (1, 2)]
-    loaded = Loaded(steps, sizes if packing == "rows" else None)
-    found = train(het4(*sizes), [D0[:4]] * 2, settings=SGD, batches_of=loaded, timeout_s=30)
+    found = train(het4(*sizes), [D0[:4]] * 2, settings=SGD, batches_of=Loaded(steps), timeout_s=30)
     assert [result.valid_tokens for result in found.results] == [60, 15]
     assert_parity(found, reference(seen, settings=SGD))
+
+
+# Another number of pipelines after a stop (O-52).
+
+
+def test_any_number_of_pipelines_goes_on_with_exactly_the_next_samples(tmp_path: Path) -> None:
+    steps = Steps(PackedRows(Listed(D0), 1, 16), 6, 16, "rows", 1.0)
+    taken = every_step(steps)
+    assert [step.numbers for step in taken] == [range(0, 6), range(6, 12), range(12, 18), range(18, 24)]
+    assert sorted(sum((documents_of(steps, step) for step in taken), ())) == sorted(D0), "one pass, once each"
+    two, three = (
+        strategy(*((6 // count, 1, [stage(str(rank), "0-3")]) for rank in range(count)), zero=1)
+        for count in (2, 3)
+    )
+    course = run_course(two, [D0[:6]] * 4, 2, tmp_path, settings=SGD, batches_of=Loaded(steps))
+    assert_parity(course.outcome, reference([documents_of(steps, step) for step in taken], settings=SGD))
+    next_sample = DataPosition(2, 12)
+    one = strategy((6, 1, [stage("0", "0-3")]), zero=1)
+    for plan in (one, three, het4((4, 1), (2, 1), zero=1)):
+        assert_as_if_never_stopped(course, plan, settings=SGD, batches_of=Loaded(steps, next_sample))

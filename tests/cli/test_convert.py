@@ -26,6 +26,7 @@ from tests.distributed.training import (
     T0,
     Outcome,
     assert_parity,
+    micro_batch,
     reference,
     sequences,
     stage,
@@ -97,7 +98,7 @@ def trained(
     def save_it(session: Session) -> None:
         for slot in session.state.slots:
             mark(slot, view(session.state.master, slot))
-        payload = {"model": config_to_values(config), "seq_length": 64}
+        payload = {"model": config_to_values(config), "recipe": {"training": {"seq_length": 64}}}
         Saver(folder, session, asynchronous=False).start(session.iteration, payload)
 
     return train(plan, STEP, config, collect=save_it, saved=start)
@@ -129,6 +130,31 @@ def test_a_trained_import_exports_without_padding_and_a_tied_one_without_head(
     ours.load_state_dict({key: each["parameter"] for key, each in found.tensors.items()}, strict=False)
     mine = ours.logits(TOKENS, Segments.of_lengths((64,))).detach()
     torch.testing.assert_close(logits(tmp_path / "out", TOKENS), mine, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("plan", [strategy((2, 2, [stage("0", "0-3")])), UNEVEN], ids=["1 stage", "3 stages"])
+def test_a_tied_model_is_saved_loaded_and_exported_with_one_table(plan: Strategy, tmp_path: Path) -> None:
+    tied = replace(T0, tie_word_embeddings=True)
+    found = trained(plan, tied, tmp_path / "run")
+    converted("run-to-hf", tmp_path / "run", tmp_path / "out")
+    assert load_json(tmp_path / "out" / "config.json")["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in tensors_of(tmp_path / "out")
+    saved = SavedState.open(tmp_path / "run" / "iter_0000001")
+    exported = HfWeights.open(tmp_path / "out", tied)
+    batch = micro_batch(sequences(4, seed=9))
+
+    def loss_and_logits(weights: Callable[[str], Tensor]) -> tuple[float, Tensor]:
+        model = build_single_device(tied, 0)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                parameter.copy_(weights(key))
+            loss = model(batch.tokens_T, batch.targets_T, batch.segments).item() / batch.valid_tokens
+            return loss, model.logits(TOKENS, Segments.of_lengths((64,)))
+
+    before, ours = loss_and_logits(lambda key: found.tensors[key]["parameter"])
+    assert abs(loss_and_logits(saved.read)[0] - before) < 1e-7
+    assert abs(loss_and_logits(exported.read)[0] - before) < 1e-7
+    torch.testing.assert_close(logits(tmp_path / "out", TOKENS), ours, rtol=1e-4, atol=1e-5)
 
 
 def test_layers_keep_their_numbers_through_stages_of_unequal_depth(tmp_path: Path) -> None:

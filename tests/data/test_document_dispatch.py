@@ -12,6 +12,7 @@ from hetero_megatron.data.lanes import Lane, flop_cost, lanes_of
 from hetero_megatron.errors import DataError
 from hetero_megatron.models.config import flops_per_token
 from hetero_megatron.models.llama import Llama
+from hetero_megatron.pipeline.schedule import gpipe
 from tests.distributed.training import T0, build, stage, strategy
 
 
@@ -155,6 +156,16 @@ def test_a_strategys_pipelines_as_lanes() -> None:
     assert lanes == (Lane(3, 30, 6.0, 2), Lane(1, 15, 1.0, 1))
     one = lanes_of(build(Llama(T0), strategy((1, 1, [stage("0-1", "0-3")]))), 15)
     assert one == (Lane(1, 16, 1.0, 2),), "15 tokens are filled up to 16, which has to fit"
+
+
+def test_a_schedule_for_one_count_of_micro_batches_is_refused() -> None:
+    tasks = (gpipe(1, 2),)
+    plan = strategy((2, 1, [stage("0", "0-3")]), schedule="mine.csv", schedule_tasks=tasks)
+    with pytest.raises(
+        DataError,
+        match=r"another number of micro-batches in every step, and schedule mine\.csv of a file is for one",
+    ):
+        lanes_of(build(Llama(T0), plan), 16)
 
 
 def test_a_llamas_flops_as_cost() -> None:

@@ -168,8 +168,11 @@ def test_a_workers_refusal_arrives_at_its_step_with_its_text(tmp_path: Path) -> 
     for workers in (0, 1, 2):
         with loader_of(Noting(tmp_path / "read", refuse=7), workers) as loader:
             assert [loader.next() is not None for _ in range(2)] == [True, True]
-            with pytest.raises(DataError, match=r"^document 5 \(five.txt\) cannot be read: No such file$"):
-                loader.next()
+            for _ in range(2):
+                with pytest.raises(
+                    DataError, match=r"^document 5 \(five.txt\) cannot be read: No such file$"
+                ):
+                    loader.next()
 
 
 def test_a_defect_in_a_worker_arrives_with_its_traceback(tmp_path: Path) -> None:

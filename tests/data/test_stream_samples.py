@@ -1,10 +1,19 @@
 """Samples of a stream: shuffled in blocks, resumed at the block (cases O-51, O-53)."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from hetero_megatron.data.document_samples import LongDocuments
+from hetero_megatron.data.lanes import Lane, flop_cost
+from hetero_megatron.data.loader import Loader
+from hetero_megatron.data.packing import DocumentPacking
+from hetero_megatron.data.steps import Steps
 from hetero_megatron.data.stream_samples import StreamSamples
 from hetero_megatron.errors import DataError
 from hetero_megatron.runtime.batch import IGNORE
@@ -74,6 +83,33 @@ def test_a_long_document_of_a_stream_is_one_sample(
     assert [token for piece in spelled(found) for token in piece] == list(range(length))
     if pieces:
         assert found[-1].targets_T[-1] == IGNORE
+
+
+class LineStream:
+    """A stream that reads its file as it goes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, epoch: int, first: int) -> Iterator[NDArray[np.int64]]:
+        with self.path.open() as file:
+            for number, line in enumerate(file):
+                if number >= first:
+                    yield np.full(4, int(line))
+
+
+def test_a_stream_that_was_read_before_the_workers_were_forked_loses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "numbers").write_text("".join(f"{number}\n" for number in range(20000)))
+    samples = StreamSamples(LineStream(tmp_path / "numbers"), 0, 8, shuffle_buffer=4)
+    samples.lengths(0, 8)
+    lanes = [Lane(1, 400)]
+    packing = DocumentPacking(samples, 8, lanes, flop_cost(1.0, 0.0, lanes))
+    with Loader(Steps(samples, 50, 8, "documents"), packing, 0, workers=2) as loader:
+        found = [loader.next() for _ in range(60)]
+    numbers = [
+        token for step in found if step for batch in step.batches for token in batch.tokens_T[::4].tolist()
+    ]
+    assert sorted(numbers) == list(range(6000))
 
 
 def test_an_empty_stream_is_refused() -> None:

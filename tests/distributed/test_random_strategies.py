@@ -45,6 +45,7 @@ ALL = (
     "idle ranks",
     "no micro-batch in one pipeline",
     "tied",
+    "biases",
     "edges of odd sizes",
     "kv copies",
     "small buckets",

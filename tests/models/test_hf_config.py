@@ -11,7 +11,7 @@ import torch
 from hetero_megatron.errors import ModelError
 from hetero_megatron.layers import RopeScaling
 from hetero_megatron.layers.rope_scaling import inverse_frequencies
-from hetero_megatron.models import LlamaConfig
+from hetero_megatron.models import PRESETS, LlamaConfig, count_parameters
 from hetero_megatron.models.hf_config import from_hf, read_hf_config, to_hf
 from tests.models.hf_models import LLAMA3, MODELS, build, offline
 
@@ -153,6 +153,93 @@ def test_a_mistral_has_a_window_unless_it_says_null_and_a_qwen2_has_three_biases
     qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}
     assert from_hf(qwen) == replace(T0, qkv_bias=True)
     assert from_hf(LLAMA | {"attention_bias": True}) == replace(T0, qkv_bias=True, attention_out_bias=True)
+
+
+# As their makers published them, shortened by what says nothing of sizes or functions.
+LLAMA_32_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+MISTRAL_7B = {
+    "model_type": "mistral",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+QWEN_25_05B = {
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize(
+    ("published", "parameters"),
+    [(LLAMA_32_1B, 1_235_814_400), (MISTRAL_7B, 7_241_732_096), (QWEN_25_05B, 494_032_768)],
+)
+def test_published_files_describe_models_of_the_published_size(
+    published: dict[str, Any], parameters: int
+) -> None:
+    config = from_hf(published)
+    assert count_parameters(config) == parameters
+    written = to_hf(config, origin=published)
+    assert from_hf(written) == config
+    for key, value in published.items():
+        assert key == "torch_dtype" or written[key] == value, key
+
+
+def test_the_published_llama_32_is_its_preset() -> None:
+    assert from_hf(LLAMA_32_1B) == PRESETS["llama3.2_1b"]
 
 
 @pytest.mark.parametrize("name", MODELS)
