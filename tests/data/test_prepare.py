@@ -77,6 +77,13 @@ def test_whole_files_are_documents_with_their_names(tmp_path: Path) -> None:
         assert [documents.name(index) for index in range(7)] == [str(tmp_path / f"{n}.txt") for n in range(7)]
 
 
+def test_parts_are_a_mebibyte_of_small_corpora(tmp_path: Path) -> None:
+    reader = corpus(tmp_path / "c.jsonl", ["x" * 2**19] * 5)
+    seen: list[Progress] = []
+    prepare(reader, ByteTokenizer(), tmp_path / "out", workers=1, say=quiet, progress=seen.append)
+    assert len({each.done for each in seen}) >= 3
+
+
 def test_progress_reaches_the_size_of_the_source(tmp_path: Path) -> None:
     seen: list[Progress] = []
     reader = corpus(tmp_path / "c.jsonl")
@@ -241,6 +248,31 @@ def test_a_second_process_waits_and_takes_what_the_first_has_made(tmp_path: Path
     other.join()
     assert said == [f"waiting for another process that prepares {tmp_path / 'out'}"]
     assert (tmp_path / "out.bin").stat().st_mtime_ns == before
+
+
+def test_many_processes_that_want_the_same_pair_make_it_once_and_leave_nothing_behind(tmp_path: Path) -> None:
+    reader = corpus(tmp_path / "c.jsonl")
+    (tmp_path / "out").mkdir()
+    pids = []
+    for _ in range(4):
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                made = prepare(
+                    reader, ByteTokenizer(), tmp_path / "out" / "o", workers=1, shard_bytes=900, say=quiet
+                )
+                code = 0 if made.counts.documents == 60 else 2
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 4
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "o.bin",
+        "o.idx",
+        "o.json",
+        "o.origins",
+    ]
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
