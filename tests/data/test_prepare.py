@@ -19,9 +19,12 @@ from hetero_megatron.data.line_files import LineFiles
 from hetero_megatron.data.part import unwritable
 from hetero_megatron.data.prepare import Progress, fingerprint, prepare
 from hetero_megatron.data.prepared import Sidecar, open_prepared
+from hetero_megatron.data.records import Reader
+from hetero_megatron.data.tables import ParquetFiles, open_saved
 from hetero_megatron.data.tokenizer import ByteTokenizer
 from hetero_megatron.data.whole_files import WholeFiles
 from hetero_megatron.errors import DataError
+from tests.data.test_tables import parquet, saved
 
 TEXTS = [f"document {number} " + "x" * (number * 7 % 40) for number in range(60)]
 OUTPUTS = ("bin", "idx", "json", "origins")
@@ -82,6 +85,30 @@ def test_parts_are_a_mebibyte_of_small_corpora(tmp_path: Path) -> None:
     seen: list[Progress] = []
     prepare(reader, ByteTokenizer(), tmp_path / "out", workers=1, say=quiet, progress=seen.append)
     assert len({each.done for each in seen}) >= 3
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_tables_become_tokens_with_rows_as_names(tmp_path: Path, kind: str) -> None:
+    columns = {"text": ["" if number in (3, 17) else text for number, text in enumerate(TEXTS)]}
+    reader: Reader = (
+        ParquetFiles(
+            (parquet(tmp_path / "c.parquet", columns, 7), parquet(tmp_path / "d.parquet", columns, 9))
+        )
+        if kind == "parquet"
+        else open_saved(saved(tmp_path / "c.parquet", columns), "train", "text")
+    )
+    made = prepare(reader, ByteTokenizer(), tmp_path / "out", workers=3, shard_bytes=300, say=quiet)
+    documents = open_prepared(tmp_path / "out", 257)
+    kept = [(number, text) for number, text in enumerate(columns["text"]) if text]
+    wanted = [(f"{tmp_path / 'c.parquet'} row {number} (counted from 0)", text) for number, text in kept]
+    if kind == "parquet":
+        wanted += [(name.replace("c.parquet", "d.parquet"), text) for name, text in wanted]
+    names = [documents.name(index) for index in range(len(documents.lengths))]
+    texts = [
+        ByteTokenizer().decode(documents.tokens(index)).decode() for index in range(len(documents.lengths))
+    ]
+    assert list(zip(names, texts, strict=True)) == wanted
+    assert made.counts.empty == (4 if kind == "parquet" else 2)
 
 
 def test_progress_reaches_the_size_of_the_source(tmp_path: Path) -> None:
