@@ -107,7 +107,7 @@ def _check(lengths: Sequence[int], lanes: Sequence[Lane], name: Callable[[int], 
     which = name(list(lengths).index(longest)) if len(lengths) else "a document"
     raise DataError(
         f"{which} has {longest} tokens and fits into no micro-batch; these hold at most {told or 'nothing'} tokens; "
-        "give a pipeline a larger micro_batch_size, or make seq_length smaller"
+        "give a pipeline a larger micro_batch_size or max_tokens, or make seq_length smaller"
     )
 
 

@@ -43,9 +43,9 @@ class Lane:
 
 
 def lanes_of(program: Program, seq_length: int) -> tuple[Lane, ...]:
-    """A strategy's pipelines: each takes work by its micro_batches * micro_batch_size.
+    """A strategy's pipelines: each takes work by its micro_batches, times what each of them holds.
 
-    A micro-batch holds micro_batch_size * seq_length tokens, filled up as that many rows would be.
+    That is micro_batch_size * seq_length tokens, or max_tokens if these are fewer, filled up as rows would be.
 
     Raises:
         DataError: the strategy's schedule is for one count of micro-batches only.
@@ -58,8 +58,8 @@ def lanes_of(program: Program, seq_length: int) -> tuple[Lane, ...]:
     found = []
     for number, pipeline in enumerate(program.strategy.pipelines):
         multiple = program.token_multiple(number)
-        tokens = pipeline.micro_batch_size * seq_length
-        weight = float(pipeline.micro_batches * pipeline.micro_batch_size)
+        tokens = pipeline.tokens(seq_length)
+        weight = pipeline.micro_batches * tokens / seq_length
         found.append(Lane(pipeline.micro_batches, tokens + -tokens % multiple, weight, multiple))
     return tuple(found)
 

@@ -252,6 +252,20 @@ class Recipe(Section):
         with _in_section("strategy"):
             strategy = self.make_strategy()
             strategy.check(config.facts, cluster.ranks)
+        sections = [self.data, *([self.evaluation.data] if self.evaluation else [])]
+        if any(section.packing == "rows" for section in sections):
+            self._check_rows(strategy)
+
+    def _check_rows(self, strategy: Strategy) -> None:
+        """A step's rows must find a place, whole."""
+        for number, pipeline in enumerate(strategy.pipelines):
+            rows = pipeline.micro_batch_size * self.training.seq_length
+            if pipeline.tokens(self.training.seq_length) < rows:
+                raise RecipeError(
+                    f"strategy.pipelines[{number}].max_tokens: {pipeline.max_tokens} is less than micro_batch_size "
+                    f"{pipeline.micro_batch_size} x seq_length {self.training.seq_length} = {rows}, and data.packing "
+                    "rows makes whole rows; use packing: documents, or leave max_tokens out"
+                )
         with _in_section("training.global_batch_size"):
             deal(
                 self.training.global_batch_size,
@@ -300,7 +314,7 @@ def _in_section(name: str) -> Iterator[None]:
 
 def _pipeline(section: PipelineSection) -> Pipeline:
     stages = tuple(_stage(stage, section.cp) for stage in section.stages or ())
-    return Pipeline(section.micro_batches, section.micro_batch_size, stages)
+    return Pipeline(section.micro_batches, section.micro_batch_size, stages, section.max_tokens)
 
 
 def _stage(section: StageSection, cp: int) -> Stage:

@@ -116,11 +116,13 @@ class StageSection(Section):
 class PipelineSection(Section):
     """One pipeline: stages in order (none under a plan), and how many micro-batches of how many rows a step.
 
-    `cp` is the context-parallel size of all its stages.
+    `cp` is the context-parallel size of all its stages. `max_tokens` is the most tokens of a micro-batch where documents
+    are packed whole (`data.packing: documents`); left out, those of micro_batch_size rows.
     """
 
     micro_batches: Annotated[int, Field(ge=0)]
     micro_batch_size: Count = 1
+    max_tokens: Count | None = None
     cp: Count = 1
     stages: Annotated[tuple[StageSection, ...], Field(strict=False, min_length=1)] | None = None
 
