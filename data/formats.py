@@ -11,7 +11,8 @@ from hetero_megatron.data.corpus import Files
 from hetero_megatron.data.indexed import pair
 from hetero_megatron.data.line_files import LineFiles
 from hetero_megatron.data.records import Reader
-from hetero_megatron.data.tables import ParquetFiles, open_hub, open_saved
+from hetero_megatron.data.saved import open_hub, open_saved
+from hetero_megatron.data.tables import ParquetFiles
 from hetero_megatron.data.whole_files import WholeFiles
 from hetero_megatron.errors import DataError
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.data.forked import Report, run_forked
-from hetero_megatron.data.indexed import IndexedWriter, id_dtype, pair
+from hetero_megatron.data.indexed import id_dtype, pair
+from hetero_megatron.data.joining import join_parts
 from hetero_megatron.data.part import Part, PartFiles, make_part, unwritable
-from hetero_megatron.data.prepared import FileRecords, Sidecar, beside
-from hetero_megatron.data.records import Counts, Policy, Reader, Shard
+from hetero_megatron.data.prepared import Sidecar, beside
+from hetero_megatron.data.records import Policy, Reader, Shard, told_of
 from hetero_megatron.data.tokenizer import Tokenizer
 from hetero_megatron.errors import DataError
 
@@ -88,9 +89,11 @@ def prepare(
             made = work.make(workers or _cores(), say, progress)
             if fingerprint(reader, tokenizer, policy) != mark:
                 raise DataError(
-                    f"{_told(reader)} changed while it was turned into tokens; run the same command again"
+                    f"{told_of(reader)} changed while it was turned into tokens; run the same command again"
                 )
-            sidecar = work.join(prefix, made, mark)
+            sidecar = join_parts(
+                reader, tokenizer, work.shards, [*zip(work.files, made, strict=True)], prefix, mark
+            )
             # Others may be waiting in the folder: whoever comes last leaves none behind.
             shutil.rmtree(parts, ignore_errors=True)
             return sidecar
@@ -108,22 +111,20 @@ class _Work:
     folder: Path
     shards: tuple[Shard, ...]
 
-    def files(self, number: int) -> PartFiles:
-        return PartFiles(self.folder, number)
-
     @property
-    def itemsize(self) -> int:
-        return id_dtype(self.tokenizer.vocab_size).itemsize
+    def files(self) -> list[PartFiles]:
+        return [PartFiles(self.folder, number) for number in range(len(self.shards))]
 
     def make(
         self, workers: int, say: Callable[[str], None], progress: Callable[[Progress], None]
     ) -> list[Part]:
         """All parts, those kept from an earlier attempt included."""
-        kept = [self.files(number).read(self.itemsize) for number in range(len(self.shards))]
+        itemsize = id_dtype(self.tokenizer.vocab_size).itemsize
+        kept = [files.read(itemsize) for files in self.files]
         made = {number: part for number, part in enumerate(kept) if part is not None}
         missing = [number for number, part in enumerate(kept) if part is None]
         if made:
-            say(f"{_told(self.reader)}: {len(made)} of {len(kept)} parts are there from an earlier attempt")
+            say(f"{told_of(self.reader)}: {len(made)} of {len(kept)} parts are there from an earlier attempt")
         total = sum(shard.size for shard in self.shards)
         # Bytes, documents, tokens: of parts that are done, and of those under way by what they reported.
         so_far = np.array(
@@ -150,60 +151,9 @@ class _Work:
             self.shards[number],
             self.tokenizer,
             self.policy,
-            self.files(number),
+            PartFiles(self.folder, number),
             lambda *done: report(done),
         )
-
-    def join(self, prefix: str | Path, parts: Sequence[Part], mark: str) -> Sidecar:
-        """One pair out of all parts, in their order."""
-        counts, largest, largest_document = Counts(), -1, -1
-        for part in parts:
-            if part.largest > largest:
-                largest, largest_document = part.largest, counts.documents + part.largest_document
-            counts.add(part.counts)
-        if not counts.documents:
-            raise DataError(f"{_told(self.reader)} has no document with text: {counts}")
-        beside(prefix, ".json").unlink(missing_ok=True)
-        writer = IndexedWriter(prefix, self.tokenizer.vocab_size)
-        origins = beside(prefix, ".origins")
-        temporary = origins.with_name(origins.name + ".tmp")
-        documents = [0] * len(self.reader.names)
-        try:
-            with temporary.open("wb") as file:
-                before, of_file = 0, -1
-                for number, (shard, part) in enumerate(zip(self.shards, parts, strict=True)):
-                    lengths, places = self.files(number).lengths_and_places()
-                    writer.add_file(self.files(number).ids, lengths)
-                    whole = self.reader.unit(shard.file) == "file"
-                    if whole or shard.file != of_file:
-                        before, of_file = shard.first if whole else 0, shard.file
-                    file.write((places + before).astype("<i8").tobytes())
-                    before += part.counts.records
-                    documents[shard.file] += part.counts.documents
-            writer.finish()
-        except OSError as error:
-            writer.abandon()
-            temporary.unlink(missing_ok=True)
-            raise unwritable(pair(prefix)[0], error) from error
-        os.replace(temporary, origins)
-        t = self.tokenizer
-        told: dict[str, str | int] = {
-            "name": t.name,
-            "fingerprint": t.fingerprint,
-            "vocab_size": t.vocab_size,
-            "end_of_document": t.end_of_document,
-        }
-        size = counts.tokens * self.itemsize
-        files = tuple(
-            FileRecords(name, self.reader.unit(file), documents[file])
-            for file, name in enumerate(self.reader.names)
-        )
-        sidecar = Sidecar(mark, told, files, counts, size, largest, largest_document)
-        path = beside(prefix, ".json")
-        new = path.with_name(path.name + ".tmp")
-        new.write_text(sidecar.to_json(), encoding="utf-8")
-        os.replace(new, path)
-        return sidecar
 
 
 def _present(prefix: str | Path, mark: str, overwrite: bool) -> Sidecar | None:
@@ -278,8 +228,3 @@ def _stamp(path: str) -> tuple[int, int]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     return found.st_size, found.st_mtime_ns
-
-
-def _told(reader: Reader) -> str:
-    names = reader.names
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -80,6 +80,12 @@ def record_name(names: Sequence[str], file: int, unit: str, number: int) -> str:
     return text.format(file=names[number if unit == "file" else file], number=first + number)
 
 
+def told_of(reader: Reader) -> str:
+    """A reader's name in messages: its first file, and how many more."""
+    names = reader.names
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
 @dataclass(slots=True)
 class Counts:
     """What became of the records that were read; `first_bad` says where the first bad one is and what it has."""

@@ -11,7 +11,6 @@ from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationE
 
 from hetero_megatron.annotation import AnnotationPlan
 from hetero_megatron.cluster import KINDS, Cluster, Device
-from hetero_megatron.data.corpus import Files
 from hetero_megatron.data.dispatch import deal
 from hetero_megatron.data.documents import Source
 from hetero_megatron.data.sources import Shown, no_bar, open_sources
@@ -164,18 +163,6 @@ class Recipe(Section):
             offload_optimizer=section.offload_optimizer,
             schedule_tasks=_schedule_tasks(section.schedule),
         )
-
-    def open_corpus(self) -> Files:
-        """The documents.
-
-        Raises:
-            RecipeError: a folder or file is missing, or there is no document.
-        """
-        if self.data.folder is not None:
-            with _in_section("data.folder"):
-                return Files.folder(self.data.folder, self.data.suffixes)
-        with _in_section("data" if self.data.files is None else "data.files"):
-            return Files.standard_library() if self.data.files is None else Files.listed(self.data.files)
 
     def open_sources(
         self,

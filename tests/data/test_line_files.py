@@ -2,9 +2,12 @@
 
 import gzip
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hetero_megatron.data.line_files import LineFiles
 from hetero_megatron.data.records import Counts, Policy, texts
@@ -33,6 +36,25 @@ def test_every_line_comes_once_and_in_order_whatever_the_size_of_parts(
     reader = LineFiles((str(tmp_path / "c.jsonl"),), "json")
     assert read(reader, size=size)[0] == wanted
     assert sum(shard.size for shard in reader.shards(size)) == len(text.encode())
+
+
+@given(
+    content=st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r\n", b" "])).map(b"".join),
+    size=st.integers(1, 9),
+)
+def test_lines_keep_their_numbers_whatever_the_size_of_parts(content: bytes, size: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "c.txt"
+        path.write_bytes(content)
+        reader = LineFiles((str(path),), "text")
+        found = [
+            (reader.before(part) + raw.place, raw.text)
+            for part in reader.shards(size)
+            for raw in reader.read(part)
+        ]
+    lines = content.split(b"\n")
+    wanted = lines if lines[-1] else lines[:-1]
+    assert found == list(enumerate(line.removesuffix(b"\r") for line in wanted))
 
 
 def test_several_files_are_read_one_after_another(tmp_path: Path) -> None:

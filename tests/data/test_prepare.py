@@ -20,7 +20,8 @@ from hetero_megatron.data.part import unwritable
 from hetero_megatron.data.prepare import Progress, fingerprint, prepare
 from hetero_megatron.data.prepared import Sidecar, open_prepared
 from hetero_megatron.data.records import Reader
-from hetero_megatron.data.tables import ParquetFiles, open_saved
+from hetero_megatron.data.saved import open_saved
+from hetero_megatron.data.tables import ParquetFiles
 from hetero_megatron.data.tokenizer import ByteTokenizer
 from hetero_megatron.data.whole_files import WholeFiles
 from hetero_megatron.errors import DataError

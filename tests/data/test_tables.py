@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hetero_megatron.data.records import Counts, Policy, Reader, texts
-from hetero_megatron.data.tables import ParquetFiles, SavedDataset, StreamedDataset, open_hub, open_saved
+from hetero_megatron.data.saved import SavedDataset, StreamedDataset, open_hub, open_saved
+from hetero_megatron.data.tables import ParquetFiles
 from hetero_megatron.errors import DataError
 
 
