@@ -34,9 +34,9 @@ def test_a_micro_batch_holds_at_least_a_token() -> None:
 
 def test_whole_rows_are_refused_where_a_micro_batch_holds_fewer_tokens() -> None:
     recipe, change = RECIPES / "mixed_length_cpu.yaml", "strategy.pipelines.0.max_tokens=512"
-    assert load_recipe(recipe, [change]).make_strategy().pipelines[0].tokens(1024) == 512
+    assert load_recipe(recipe, [change]).make_strategy().pipelines[0].tokens(2048) == 512
     with pytest.raises(
         RecipeError,
-        match=r"pipelines\[0\]\.max_tokens: 512 is less than micro_batch_size 1 x seq_length 1024",
+        match=r"pipelines\[0\]\.max_tokens: 512 is less than micro_batch_size 1 x seq_length 2048 = 2048",
     ):
         load_recipe(recipe, [change, "data.packing=rows"])
