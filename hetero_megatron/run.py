@@ -1,9 +1,11 @@
 """A recipe made ready: everything that can be refused is refused here, before the first process (DESIGN §5)."""
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hetero_megatron.data.blend import Blend, long_document_reports
@@ -43,6 +45,7 @@ class DataPath:
     steps: Steps
     packing: Packing
     section: DataSection
+    fingerprint: str
 
     def loader(self, program: Program, rank: int, position: DataPosition) -> Loader:
         """The steps of this rank's pipeline from `position` on, prepared ahead."""
@@ -65,7 +68,11 @@ class DataPath:
     def identity(self) -> dict[str, object]:
         """What decides which tokens sample k has: two runs with equal ones go through the same samples."""
         section = self.section
-        found: dict[str, object] = {"packing": section.packing, "seq_length": self.steps.seq_length}
+        found: dict[str, object] = {
+            "corpus": self.fingerprint,
+            "packing": section.packing,
+            "seq_length": self.steps.seq_length,
+        }
         if section.packing == "documents":
             found["long_documents"] = section.long_documents
         samples = self.steps.samples
@@ -185,17 +192,27 @@ def _data_path(
         section, epochs = recipe.evaluation.data, 1.0
     rows, length = training.global_batch_size, training.seq_length
     sources = recipe.open_sources(say, preparing_bar, evaluation)
+    fingerprint = " + ".join(map(_fingerprint, sources))
     samples = _samples(sources, section, training.seed, length)
     for report in long_document_reports(samples):
         say(str(report))
     steps = Steps(samples, rows, length, section.packing, epochs, section.last_batch)
     if section.packing == "rows":
         sizes = [(p.micro_batches, p.micro_batch_size) for p in program.strategy.pipelines]
-        return DataPath(steps, RowPacking(samples, rows, sizes), section)
+        return DataPath(steps, RowPacking(samples, rows, sizes), section, fingerprint)
     lanes = lanes_of(program, length)
     linear = flops_per_token(config, 0)
     cost = flop_cost(linear, flops_per_token(config, 1) - linear, lanes)
-    return DataPath(steps, DocumentPacking(samples, length, lanes, cost), section)
+    return DataPath(steps, DocumentPacking(samples, length, lanes, cost), section, fingerprint)
+
+
+def _fingerprint(source: Source) -> str:
+    """A source in short: as many documents of other lengths have another one."""
+    documents = source.documents
+    if isinstance(documents, Stream):
+        return "a stream"
+    lengths = np.ascontiguousarray(documents.lengths)
+    return f"{len(lengths)} documents of {lengths.sum()} tokens ({zlib.crc32(lengths.tobytes()):08x})"
 
 
 def _samples(sources: list[Source], section: DataSection, seed: int, seq_length: int) -> Samples:
