@@ -93,10 +93,7 @@ class Loop:
 
     def _evaluate(self) -> Evaluation:
         """The loss over all held-out micro-batches, each token with the same weight."""
-        found = [self.session.evaluate(batches) for batches in self.held_out]
-        tokens = sum(each.valid_tokens for each in found)
-        loss = sum(each.loss * each.valid_tokens for each in found)
-        return Evaluation(loss / tokens if tokens else 0.0, tokens)
+        return Evaluation.of([self.session.evaluate(batches) for batches in self.held_out])
 
     def _save(self, position: DataPosition) -> None:
         memory = {

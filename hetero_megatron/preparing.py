@@ -11,6 +11,7 @@ from rich.progress import Progress as Bar
 from hetero_megatron.data.prepare import Progress
 
 _SECONDS_BETWEEN_LINES = 30.0
+_SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
 @contextmanager
@@ -22,18 +23,18 @@ def preparing_bar(
     if not console.is_terminal:
         yield _lines(title, console, clock)
         return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TextColumn("{task.fields[found]}"),
-        TimeRemainingColumn(),
-    )
+    console.print(title, markup=False)
+    columns = (BarColumn(20), DownloadColumn(), TextColumn("{task.fields[found]}"), TimeRemainingColumn())
     # Without a thread: processes are forked while the bar is shown.
     with Bar(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task(title, total=None, found="")
+        task = bar.add_task("", total=None, found="")
+        drawn = clock() - _SECONDS_BETWEEN_DRAWINGS
 
         def show(progress: Progress) -> None:
+            nonlocal drawn
+            if clock() - drawn < _SECONDS_BETWEEN_DRAWINGS:
+                return
+            drawn = clock()
             bar.update(task, total=progress.total, completed=progress.done, found=_found(progress))
             bar.refresh()
 

@@ -21,7 +21,7 @@ from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.hf_weights import HfWeights
 from hetero_megatron.pipeline.schedule import Tasks
 from hetero_megatron.pipeline.schedule_file import read_csv
-from hetero_megatron.recipe_data import check_tokens, corpus_settings
+from hetero_megatron.recipe_data import check_tokens, corpus_settings, refuse_no_folder
 from hetero_megatron.recipe_model import ModelSection, make_config
 from hetero_megatron.recipe_sections import (
     SCHEDULE_FILE,
@@ -196,6 +196,7 @@ class Recipe(Section):
         if evaluation:
             assert self.evaluation is not None, "a recipe without evaluation has no evaluation data"
             section, name = self.evaluation.data, "evaluation.data"
+        refuse_no_folder(name, section)
         cache = section.cache or self.data.cache
         folder = Path(cache) if cache is not None else Path(self.output.folder) / "data"
         with _in_section(name):

@@ -9,6 +9,21 @@ from hetero_megatron.errors import HeteroError, RecipeError
 from hetero_megatron.recipe_sections import DataSection
 
 
+def refuse_no_folder(name: str, section: DataSection) -> None:
+    """Refuse a `folder` that is none; `name` is the section's.
+
+    Raises:
+        RecipeError: saying what is there, and how a file of documents is named.
+    """
+    if section.folder is None or Path(section.folder).is_dir():
+        return
+    there = "is a file" if Path(section.folder).exists() else "does not exist"
+    raise RecipeError(
+        f"{name}.folder: {section.folder} {there}; a folder has a document in each file, and files of many documents "
+        f"are sources: {name}: {{sources: [{{path: {section.folder}}}]}}"
+    )
+
+
 def corpus_settings(section: DataSection) -> CorpusSettings:
     """The sources and the tokenizer: a folder, a list of files, a list of sources, or the standard library."""
     if section.sources is not None:

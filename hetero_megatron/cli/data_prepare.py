@@ -1,15 +1,19 @@
 """`data prepare`: the corpora of a recipe into its cache, or files into a .bin/.idx pair of their own."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast, get_args
 
 from hetero_megatron.data.formats import Format, open_reader
+from hetero_megatron.data.indexed import IndexedDocuments
 from hetero_megatron.data.prepare import prepare
 from hetero_megatron.data.records import Policy
 from hetero_megatron.data.tokenizer_files import open_tokenizer
 from hetero_megatron.errors import RecipeError
 from hetero_megatron.preparing import preparing_bar
 from hetero_megatron.recipe import Recipe
+from hetero_megatron.recipe_data import corpus_settings
 
 
 def of_recipe(recipe: Recipe, workers: int | None) -> None:
@@ -18,10 +22,15 @@ def of_recipe(recipe: Recipe, workers: int | None) -> None:
     Raises:
         RecipeError: a corpus or the tokenizer cannot be used.
     """
-    with recipe.named():
-        recipe.open_sources(_say, preparing_bar, workers=workers)
-        if recipe.evaluation is not None:
-            recipe.open_sources(_say, preparing_bar, evaluation=True, workers=workers)
+    sections = [(recipe.data, False)]
+    if recipe.evaluation is not None:
+        sections.append((recipe.evaluation.data, True))
+    for section, held_out in sections:
+        with recipe.named(), _goes_on():
+            sources = recipe.open_sources(_say, preparing_bar, held_out, workers)
+        for settings, source in zip(corpus_settings(section).sources, sources, strict=True):
+            if not isinstance(source.documents, IndexedDocuments):
+                _say(f"{settings.told}: read as it is, nothing to prepare")
 
 
 def of_paths(
@@ -46,7 +55,7 @@ def of_paths(
     _one_of("--bad-documents", bad_documents, get_args(Policy))
     encoder = open_tokenizer(tokenizer)
     reader = open_reader(paths, cast(Format, kind), text_key=text_key, split=split)
-    with preparing_bar(f"{paths[0]} to tokens of {tokenizer}") as progress:
+    with _goes_on(), preparing_bar(f"{paths[0]} to tokens of {tokenizer}") as progress:
         made = prepare(
             reader,
             encoder,
@@ -60,6 +69,16 @@ def of_paths(
     _say(
         f"{output}.bin and .idx: {made.counts}; ids up to {made.largest}, for model.vocab_size {encoder.vocab_size}"
     )
+
+
+@contextmanager
+def _goes_on() -> Iterator[None]:
+    """Say what an interrupt leaves."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("interrupted; finished parts are kept, and the same command goes on from them")
+        raise
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:

@@ -106,6 +106,8 @@ class SavedState:
     def restore(self, session: Session, say: Callable[[str], None] = print) -> None:
         """Fill moments and counters of a session that was started with `initial`; nothing is sent.
 
+        `say` is called on the first rank.
+
         Raises:
             CheckpointError: the checkpoint is of another model, or a file does not hold what it should.
         """
@@ -118,7 +120,8 @@ class SavedState:
             return
         if not set(MOMENTS) <= set(self.header.kinds):
             state.step = 0
-            say(f"{self.path} has no optimizer moments: they start at 0, as at the first step of a run")
+            if session.world.rank == session.world.ranks[0]:
+                say(f"{self.path} has no optimizer moments: they start at 0, as at the first step of a run")
             return
         self._fill(
             {

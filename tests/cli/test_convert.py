@@ -1,8 +1,10 @@
 """`convert`: Hugging Face folders to runs and back, through training under a strategy (O-05, O-10, O-29, O-74)."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from tests.distributed.training import (
     T0,
     Outcome,
     assert_parity,
+    micro_batch,
     reference,
     sequences,
     stage,
@@ -97,7 +100,7 @@ def trained(
     def save_it(session: Session) -> None:
         for slot in session.state.slots:
             mark(slot, view(session.state.master, slot))
-        payload = {"model": config_to_values(config), "seq_length": 64}
+        payload = {"model": config_to_values(config), "recipe": {"training": {"seq_length": 64}}}
         Saver(folder, session, asynchronous=False).start(session.iteration, payload)
 
     return train(plan, STEP, config, collect=save_it, saved=start)
@@ -131,6 +134,31 @@ def test_a_trained_import_exports_without_padding_and_a_tied_one_without_head(
     torch.testing.assert_close(logits(tmp_path / "out", TOKENS), mine, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("plan", [strategy((2, 2, [stage("0", "0-3")])), UNEVEN], ids=["1 stage", "3 stages"])
+def test_a_tied_model_is_saved_loaded_and_exported_with_one_table(plan: Strategy, tmp_path: Path) -> None:
+    tied = replace(T0, tie_word_embeddings=True)
+    found = trained(plan, tied, tmp_path / "run")
+    converted("run-to-hf", tmp_path / "run", tmp_path / "out")
+    assert load_json(tmp_path / "out" / "config.json")["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in tensors_of(tmp_path / "out")
+    saved = SavedState.open(tmp_path / "run" / "iter_0000001")
+    exported = HfWeights.open(tmp_path / "out", tied)
+    batch = micro_batch(sequences(4, seed=9))
+
+    def loss_and_logits(weights: Callable[[str], Tensor]) -> tuple[float, Tensor]:
+        model = build_single_device(tied, 0)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                parameter.copy_(weights(key))
+            loss = model(batch.tokens_T, batch.targets_T, batch.segments).item() / batch.valid_tokens
+            return loss, model.logits(TOKENS, Segments.of_lengths((64,)))
+
+    before, ours = loss_and_logits(lambda key: found.tensors[key]["parameter"])
+    assert abs(loss_and_logits(saved.read)[0] - before) < 1e-7
+    assert abs(loss_and_logits(exported.read)[0] - before) < 1e-7
+    torch.testing.assert_close(logits(tmp_path / "out", TOKENS), ours, rtol=1e-4, atol=1e-5)
+
+
 def test_layers_keep_their_numbers_through_stages_of_unequal_depth(tmp_path: Path) -> None:
     def mark(slot: ParameterSlot, master: Tensor) -> None:
         if slot.name.startswith("layers.") and "norm" in slot.name:
@@ -147,6 +175,33 @@ def test_layers_keep_their_numbers_through_stages_of_unequal_depth(tmp_path: Pat
     config = read_hf_config(tmp_path / "out")
     assert config == replace(T0, max_position_embeddings=64)
     HfWeights.open(tmp_path / "out", config)
+
+
+@pytest.mark.parametrize("key", ["weights", "config", "load"])
+def test_what_a_run_began_with_gives_its_export_tokenizer_dtype_and_other_keys(
+    key: str, tmp_path: Path
+) -> None:
+    source = save("kv 2", tmp_path / "in")
+    (source / "tokenizer.json").write_text("{}")
+    described = load_json(source / "config.json") | {"eos_token_id": [2, 7], "dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(described))
+    recipe: dict[str, Any] = {"model": {key: str(source / "config.json" if key == "config" else source)}}
+    if key == "load":
+        converted("hf-to-run", source, tmp_path / "first")
+        recipe = {"checkpoint": {"load": str(tmp_path / "first")}, "model": {"weights": None}}
+    weights = HfWeights.open(source, read_hf_config(source))
+    payload = {"model": config_to_values(read_hf_config(source)), "recipe": recipe}
+    write_whole(tmp_path / "run", 3, payload, ((name, weights.read(name)) for name in weights.shapes))
+    assert "in bf16" in converted("run-to-hf", tmp_path / "run", tmp_path / "out")
+    assert load_json(tmp_path / "out" / "config.json")["eos_token_id"] == [2, 7]
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.model").write_text("")
+    converted("run-to-hf", tmp_path / "run", tmp_path / "out2", "--tokenizer", other, "--dtype", "fp32")
+    assert (tmp_path / "out2" / "tokenizer.model").exists()
+    assert not (tmp_path / "out2" / "tokenizer.json").exists()
+    assert load_json(tmp_path / "out2" / "config.json")["dtype"] == "float32"
 
 
 def test_what_is_not_there_or_does_not_do_is_refused(tmp_path: Path) -> None:

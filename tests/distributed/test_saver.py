@@ -34,7 +34,7 @@ def test_training_goes_on_while_one_rank_still_writes_and_all_learn_of_the_end_a
             return write(*arguments)
 
         checkpoint.write_parts = wait_and_write  # type: ignore[assignment]
-        if each.world.rank == 0:
+        if each.world.rank == 1:  # it has copies only, which the first one writes
             gate.set()
         each.step()
         each.step()
@@ -139,19 +139,41 @@ def test_a_failed_save_can_stop_the_run(tmp_path: Path) -> None:
     }
 
 
-def test_the_first_rank_may_fail_at_the_end_and_nothing_looks_complete(tmp_path: Path) -> None:
+def test_a_rank_without_memory_for_a_snapshot_is_named(tmp_path: Path) -> None:
+    def work(each: Run) -> Any:
+        def fail() -> None:
+            raise MemoryError("cannot allocate")
+
+        if each.world.rank == 0:
+            each.saver._snapshot.take = fail  # type: ignore[assignment]
+        each.step()
+        each.save()
+        return [each.step(), each.saver.finish()]
+
+    found = run(work, lambda s: Saver(tmp_path, s, say=lambda text: None))
+    assert found[0] == found[1]
+    assert f"rank 0: no snapshot of {3 * 4 * 43_296} bytes: cannot allocate" in found[0][0].text
+
+
+def test_the_first_rank_may_fail_at_the_end_and_the_checkpoint_before_stays(tmp_path: Path) -> None:
+    """The old one may go only when the new one is complete, even where one is kept."""
+
     def work(each: Run) -> Any:
         def fail(*arguments: Any) -> None:
             raise OSError(28, "No space left on device")
 
+        each.step()
+        each.save()
         checkpoint.finish = fail  # type: ignore[assignment]
         each.step()
         return each.save()
 
-    found = run(work, lambda s: Saver(tmp_path, s, asynchronous=False, say=lambda text: None))
+    make = lambda s: Saver(tmp_path, s, keep_last=1, asynchronous=False, say=lambda text: None)  # noqa: E731
+    found = run(work, make)
     assert found[0] == found[1]
     assert "rank 0: no space to write" in found[0].text
-    assert names(tmp_path) == []
+    assert names(tmp_path) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    assert read_pointer(tmp_path) == "1"
 
 
 def test_an_iteration_that_is_saved_is_not_saved_again_and_later_ones_are_set_aside(tmp_path: Path) -> None:

@@ -168,3 +168,23 @@ def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
     remove(tmp_path / "iter_0000001")
     assert (target / "complete.json").is_file()
     assert not (tmp_path / "iter_0000001").exists()
+
+
+@pytest.mark.parametrize("name", ["state.json", "complete.json", "latest_checkpointed_iteration.txt"])
+def test_a_failure_at_the_end_names_the_folder_and_that_there_is_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    replace = Path.replace
+
+    def fail(self: Path, target: Path) -> Path:
+        if Path(target).name == name:
+            raise OSError(28, "No space left on device")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(
+        CheckpointError, match=r"no space to write .*iter_0000004.*: No space left on device; free"
+    ):
+        checkpoint(tmp_path, 4)
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert list(finished(tmp_path)) == ([4] if name.startswith("latest") else [])

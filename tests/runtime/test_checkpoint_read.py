@@ -1,5 +1,6 @@
 """Refusals of a saved state (runtime/checkpoint_read.py, checkpoint_header.py)."""
 
+import io
 import json
 import pickle
 import zlib
@@ -7,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from hetero_megatron.errors import CheckpointError
+from hetero_megatron.runtime import checkpoint_read
 from hetero_megatron.runtime.checkpoint_read import SavedState
 from tests.runtime.saved import DAMAGES, checkpoint, tensors
 
@@ -118,8 +121,20 @@ def test_contents_that_are_no_contents_are_refused(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 5)
     (path / ".metadata").write_bytes(b"not a pickle")
     remark(path, ".metadata")
-    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: "):
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: UnpicklingError"):
         SavedState.open(path)
+    (path / ".metadata").write_bytes(pickle.dumps({"format": "another"}))
+    remark(path, ".metadata")
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: it holds no table of contents"):
+        SavedState.open(path)
+
+
+def test_bytes_where_a_tensor_should_be_are_refused() -> None:
+    index = MetadataIndex("master.first.weight")
+    none = torch.Size(())
+    item = ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)
+    with pytest.raises(CheckpointError, match=r"master\.first\.weight is no tensor"):
+        checkpoint_read._Into({}).load_bytes(item, io.BytesIO())
 
 
 def test_a_header_of_another_version_or_without_its_keys_is_refused(tmp_path: Path) -> None:
