@@ -11,7 +11,7 @@ from hetero_megatron.data.document_samples import DocumentSamples
 from hetero_megatron.data.documents import Source, Stream
 from hetero_megatron.data.lanes import flop_cost, lanes_of
 from hetero_megatron.data.loader import Loader
-from hetero_megatron.data.packing import DocumentPacking, Packing, RowPacking
+from hetero_megatron.data.packing import DocumentPacking, Packing, RowPacking, check_last_step
 from hetero_megatron.data.packing import prepare as make_batches
 from hetero_megatron.data.rows import PackedRows
 from hetero_megatron.data.samples import DataPosition, Samples
@@ -191,7 +191,10 @@ def _data_path(
     steps = Steps(samples, rows, length, section.packing, epochs, section.last_batch)
     if section.packing == "rows":
         sizes = [(p.micro_batches, p.micro_batch_size) for p in program.strategy.pipelines]
-        return DataPath(steps, RowPacking(samples, rows, sizes), section)
+        packing = RowPacking(samples, rows, sizes)
+        if program.strategy.schedule_tasks and not evaluation:
+            check_last_step(steps, sizes)
+        return DataPath(steps, packing, section)
     lanes = lanes_of(program, length)
     linear = flops_per_token(config, 0)
     cost = flop_cost(linear, flops_per_token(config, 1) - linear, lanes)
