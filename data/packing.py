@@ -10,7 +10,8 @@ from hetero_megatron.data.document_dispatch import DispatchReport, dispatch
 from hetero_megatron.data.lanes import Cost, Lane
 from hetero_megatron.data.piece import Piece
 from hetero_megatron.data.samples import Samples
-from hetero_megatron.data.steps import StepSamples
+from hetero_megatron.data.steps import Steps, StepSamples
+from hetero_megatron.errors import DataError
 
 Unit = tuple[int, int | None]
 """A sample's number, and which of its pieces: None for all of them."""
@@ -57,6 +58,21 @@ class RowPacking:
                 tuple(tuple((step.first + row, None) for row in rows) for rows in pipeline)
                 for pipeline in dealt
             )
+        )
+
+
+def check_last_step(steps: Steps, pipelines: Sequence[tuple[int, int]]) -> None:
+    """For a schedule that is for one count of micro-batches: refuse a last step that leaves some without a row.
+
+    Raises:
+        DataError: the epochs end with fewer rows than there are micro-batches.
+    """
+    count = sum(micro_batches for micro_batches, _ in pipelines)
+    rest = 0 if steps.total is None or steps.last_batch == "drop" else steps.total % steps.global_batch_size
+    if 0 < rest < count:
+        raise DataError(
+            f"the last step has {rest} rows for {count} micro-batches, and the schedule of a file is for all of them; "
+            "use last_batch: drop, train_iters, or a schedule by name"
         )
 
 

@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 from hetero_megatron.data.samples import DataPosition, Samples
 from hetero_megatron.errors import DataError
 
-Packing = Literal["rows", "documents"]
+PackingKind = Literal["rows", "documents"]
 LastBatch = Literal["keep", "drop"]
-# Lengths are asked for in windows of this many samples, of a stream, which has to be read for them, in small ones.
-WINDOW, STREAM_WINDOW = 1 << 16, 32
+# Lengths are asked for in windows: of a pass, but no more than the first number; of a stream, which has to be read
+# for them, of the second.
+WINDOW, SMALL_WINDOW = 1 << 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Steps:
         samples: Samples,
         global_batch_size: int,
         seq_length: int,
-        packing: Packing,
+        packing: PackingKind,
         epochs: float | None = None,
         last_batch: LastBatch = "keep",
     ) -> None:
@@ -128,7 +129,7 @@ class Steps:
             if inside and self.total is not None and self._window + len(self._ends) >= self.total:
                 used = int(self._ends[-1]) - start if len(self._ends) else 0
                 return count, count > 0 and used == budget
-            window = STREAM_WINDOW if self.samples.per_pass is None else WINDOW
+            window = min(WINDOW, max(self.samples.per_pass or 0, SMALL_WINDOW))
             self._look(first, max(window, 2 * count))
             place = 0
 

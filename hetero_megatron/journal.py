@@ -63,11 +63,14 @@ class Journal:
         every = self._run.recipe.training.log_interval
         self._summary.add(result, loaded.wait_seconds)
         self._progress.advance(result)
+        padding = loaded.padding / max(1, loaded.tokens + loaded.padding)
+        if loaded.report is not None:
+            padding = loaded.report.padding_share
         facts = StepFacts(
             loaded.samples.first,
             loaded.position.sample,
             consumed_tokens,
-            loaded.padding / max(1, loaded.tokens + loaded.padding),
+            padding,
             loaded.wait_seconds,
             measured,
             peak_memory_bytes(self._session.world.device),

@@ -47,7 +47,7 @@ class StepFacts:
     Attributes:
         first_sample: the number of the first sample of this step; its samples are consecutive.
         consumed_samples: of the whole run, up to and including this step; so are `consumed_tokens` (valid targets).
-        padding_share: the share of this pipeline's tokens that only fill up.
+        padding_share: the share of tokens that only fill up; of all pipelines under packing documents, else of this one.
         data_wait_seconds: how long this rank waited for its data.
         evaluation: what was measured after the step.
         peak_memory_bytes: of this rank's GPU so far (`peak_memory_bytes`).

@@ -13,7 +13,7 @@ from hetero_megatron.data.document_samples import DocumentSamples
 from hetero_megatron.data.documents import Source, Stream
 from hetero_megatron.data.lanes import flop_cost, lanes_of
 from hetero_megatron.data.loader import Loader
-from hetero_megatron.data.packing import DocumentPacking, Packing, RowPacking
+from hetero_megatron.data.packing import DocumentPacking, Packing, RowPacking, check_last_step
 from hetero_megatron.data.packing import prepare as make_batches
 from hetero_megatron.data.rows import PackedRows
 from hetero_megatron.data.samples import DataPosition, Samples
@@ -47,11 +47,14 @@ class DataPath:
     section: DataSection
     fingerprint: str
 
-    def loader(self, program: Program, rank: int, position: DataPosition) -> Loader:
-        """The steps of this rank's pipeline from `position` on, prepared ahead."""
+    def loader(
+        self, program: Program, rank: int, position: DataPosition, workers: int | None = None
+    ) -> Loader:
+        """The steps of this rank's pipeline from `position` on, prepared ahead; by `workers` in place of the recipe's."""
         number, _ = program.pipeline_of(rank)
         multiple, section = program.token_multiple(number), self.section
-        return Loader(self.steps, self.packing, number, multiple, position, section.workers, section.prefetch)
+        workers = section.workers if workers is None else workers
+        return Loader(self.steps, self.packing, number, multiple, position, workers, section.prefetch)
 
     def batches(
         self, program: Program, rank: int, position: DataPosition, device: torch.device
@@ -199,7 +202,14 @@ def _data_path(
     steps = Steps(samples, rows, length, section.packing, epochs, section.last_batch)
     if section.packing == "rows":
         sizes = [(p.micro_batches, p.micro_batch_size) for p in program.strategy.pipelines]
+<<<<<<< HEAD
         return DataPath(steps, RowPacking(samples, rows, sizes), section, fingerprint)
+=======
+        packing = RowPacking(samples, rows, sizes)
+        if program.strategy.schedule_tasks and not evaluation:
+            check_last_step(steps, sizes)
+        return DataPath(steps, packing, section)
+>>>>>>> samples
     lanes = lanes_of(program, length)
     linear = flops_per_token(config, 0)
     cost = flop_cost(linear, flops_per_token(config, 1) - linear, lanes)

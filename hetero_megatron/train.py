@@ -188,7 +188,10 @@ def _work(run: Run, rendezvous: Rendezvous | None, rank: int, local_index: int, 
         agreed = run.agreed(world)
         if agreed is not run:
             loader.close()
-            loader = stack.enter_context(agreed.data.loader(run.program, rank, agreed.start.position))
+            # A process that has started CUDA cannot be forked any more.
+            workers = 0 if run.device == "cuda" else None
+            position = agreed.start.position
+            loader = stack.enter_context(agreed.data.loader(run.program, rank, position, workers))
         train_rank(agreed, world, loader, request)
         world.leave()
 

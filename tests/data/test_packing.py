@@ -5,7 +5,7 @@ import pytest
 from hetero_megatron.data.dispatch import deal_tail
 from hetero_megatron.data.document_samples import DocumentSamples
 from hetero_megatron.data.lanes import Lane, flop_cost
-from hetero_megatron.data.packing import DocumentPacking, Packing, RowPacking, prepare
+from hetero_megatron.data.packing import DocumentPacking, Packing, RowPacking, check_last_step, prepare
 from hetero_megatron.data.rows import PackedRows
 from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.data.steps import Steps, StepSamples
@@ -35,6 +35,16 @@ def test_a_short_last_step_leaves_micro_batches_and_pipelines_out() -> None:
     assert numbers(packing, StepSamples(0, 6, 1)) == [[[6]], []]
     assert prepare(packing, packing.share(StepSamples(0, 6, 1)), 1, 1) == []
     assert deal_tail(2, [(0, 1), (3, 1)]) == ((), ((0,), (1,)))
+
+
+def test_a_short_last_step_is_refused_where_the_schedule_is_for_all_micro_batches() -> None:
+    with pytest.raises(
+        DataError, match="the last step has 3 rows for 4 micro-batches, and the schedule of a file"
+    ):
+        check_last_step(Steps(rows(11), 8, 16, "rows", 1.0), [(3, 2), (1, 2)])
+    check_last_step(Steps(rows(11), 8, 16, "rows", 1.0, "drop"), [(3, 2), (1, 2)])
+    check_last_step(Steps(rows(12), 8, 16, "rows", 1.0), [(3, 2), (1, 2)])
+    check_last_step(Steps(rows(11), 8, 16, "rows"), [(3, 2), (1, 2)])
 
 
 @pytest.mark.parametrize(

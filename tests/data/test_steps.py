@@ -9,7 +9,7 @@ from hetero_megatron.data import steps as steps_file
 from hetero_megatron.data.document_samples import DocumentSamples
 from hetero_megatron.data.rows import PackedRows
 from hetero_megatron.data.samples import DataPosition
-from hetero_megatron.data.steps import Packing, Steps, StepSamples
+from hetero_megatron.data.steps import PackingKind, Steps, StepSamples
 from hetero_megatron.data.stream_samples import StreamSamples
 from hetero_megatron.errors import DataError
 from tests.data.memory import MemoryDocuments, MemoryStream, spelled
@@ -58,7 +58,7 @@ def test_passes_differ_in_order_and_survive_a_stop_inside_the_second() -> None:
 
 
 @pytest.mark.parametrize("packing", ["rows", "documents"])
-def test_the_tail_of_five_samples_is_kept_or_dropped(packing: Packing) -> None:
+def test_the_tail_of_five_samples_is_kept_or_dropped(packing: PackingKind) -> None:
     samples = rows(5) if packing == "rows" else DocumentSamples(MemoryDocuments([16] * 5), 3, 16)
     keep, drop = (Steps(samples, 4, 16, packing, 1.0, last) for last in ("keep", "drop"))  # type: ignore[arg-type]
     assert taken(keep) == [range(0, 4), range(4, 5)]
