@@ -202,14 +202,10 @@ def _data_path(
     steps = Steps(samples, rows, length, section.packing, epochs, section.last_batch)
     if section.packing == "rows":
         sizes = [(p.micro_batches, p.micro_batch_size) for p in program.strategy.pipelines]
-<<<<<<< HEAD
-        return DataPath(steps, RowPacking(samples, rows, sizes), section, fingerprint)
-=======
         packing = RowPacking(samples, rows, sizes)
         if program.strategy.schedule_tasks and not evaluation:
             check_last_step(steps, sizes)
-        return DataPath(steps, packing, section)
->>>>>>> samples
+        return DataPath(steps, packing, section, fingerprint)
     lanes = lanes_of(program, length)
     linear = flops_per_token(config, 0)
     cost = flop_cost(linear, flops_per_token(config, 1) - linear, lanes)
