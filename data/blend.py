@@ -7,6 +7,7 @@ from math import lcm
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_megatron.data.document_samples import DocumentSamples, LongDocumentReport
 from hetero_megatron.data.piece import Piece
 from hetero_megatron.data.samples import Samples
 from hetero_megatron.errors import DataError
@@ -85,6 +86,13 @@ class Blend:
         rounds, places = np.divmod(numbers, self.period)
         chosen = self._choice[places]
         return chosen, rounds * np.array(self.shares)[chosen] + self._turn[places]
+
+
+def long_document_reports(samples: Samples) -> list[LongDocumentReport]:
+    """What becomes of documents beyond seq_length, for each source where there are any and it is known."""
+    sources = samples.sources if isinstance(samples, Blend) else (samples,)
+    reports = [source.report for source in sources if isinstance(source, DocumentSamples)]
+    return [report for report in reports if report.long_documents]
 
 
 def _per_sample(sources: Sequence[Samples], weights: Sequence[float]) -> list[float]:

@@ -167,6 +167,7 @@ class IndexedWriter:
         self._paths = pair(prefix)
         self._dtype = id_dtype(vocab_size)
         self._lengths: list[NDArray[np.int64]] = []
+        self._documents = 0
         self._file: BinaryIO = _temporary(self._paths[0]).open("wb")
 
     def add(self, ids: Iterable[int] | NDArray[np.int64]) -> None:
@@ -176,10 +177,11 @@ class IndexedWriter:
             DataError: it has no token, or an id that the type of a vocabulary of this size cannot hold.
         """
         values = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
-        number = sum(map(len, self._lengths))
         if not len(values):
-            raise DataError(f"document {number} has no token; leave it out")
-        self.add_written(pack_ids(values, self._dtype, f"document {number}"), np.array([len(values)]))
+            raise DataError(f"document {self._documents} has no token; leave it out")
+        self.add_written(
+            pack_ids(values, self._dtype, f"document {self._documents}"), np.array([len(values)])
+        )
 
     def add_written(self, ids: bytes, lengths: NDArray[np.int64]) -> None:
         """Documents whose ids are already bytes of the right type."""
@@ -189,6 +191,7 @@ class IndexedWriter:
             )
         self._file.write(ids)
         self._lengths.append(lengths)
+        self._documents += len(lengths)
 
     def add_file(self, path: Path, lengths: NDArray[np.int64]) -> None:
         """Documents whose ids stand in a file, in the right type."""

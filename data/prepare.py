@@ -25,7 +25,8 @@ from hetero_megatron.data.records import Counts, Policy, Reader, Shard
 from hetero_megatron.data.tokenizer import Tokenizer
 from hetero_megatron.errors import DataError
 
-SHARD_BYTES = 2**25
+# Sizes of parts: small ones give every process work, large ones are fewer files. A corpus is cut into about so many.
+_SMALLEST, _LARGEST, _PARTS = 2**20, 2**25, 256
 # Part of every fingerprint: raised when the same text would become other tokens or another file.
 _REVISION = 1
 
@@ -61,7 +62,7 @@ def prepare(
     overwrite: bool = False,
     say: Callable[[str], None] = print,
     progress: Callable[[Progress], None] = no_progress,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
 ) -> Sidecar:
     """Write the pair `prefix`, unless it is there already; go on where an earlier attempt was stopped.
 
@@ -79,16 +80,19 @@ def prepare(
         parts.mkdir(parents=True, exist_ok=True)
         with _locked(parts, say):
             if (found := _present(prefix, mark, overwrite)) is not None:
+                shutil.rmtree(parts, ignore_errors=True)
                 return found
-            _same_plan(parts, f"{mark} {shard_bytes}")
-            work = _Work(reader, tokenizer, policy, parts, reader.shards(shard_bytes))
+            size = shard_bytes or _part_size(reader)
+            _same_plan(parts, f"{mark} {size}")
+            work = _Work(reader, tokenizer, policy, parts, reader.shards(size))
             made = work.make(workers or _cores(), say, progress)
             if fingerprint(reader, tokenizer, policy) != mark:
                 raise DataError(
                     f"{_told(reader)} changed while it was turned into tokens; run the same command again"
                 )
             sidecar = work.join(prefix, made, mark)
-            shutil.rmtree(parts)
+            # Others may be waiting in the folder: whoever comes last leaves none behind.
+            shutil.rmtree(parts, ignore_errors=True)
             return sidecar
     except OSError as error:
         raise unwritable(Path(error.filename or parts), error) from error
@@ -236,7 +240,11 @@ def _locked(parts: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Alone in the folder of parts, which the one before may have removed meanwhile."""
     while True:
         parts.mkdir(parents=True, exist_ok=True)
-        with (parts / "lock").open("w") as file:
+        try:
+            lock = (parts / "lock").open("w")
+        except FileNotFoundError:  # removed since
+            continue
+        with lock as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -252,6 +260,11 @@ def _same_file(descriptor: int, path: Path) -> bool:
         return os.fstat(descriptor).st_ino == path.stat().st_ino
     except FileNotFoundError:
         return False
+
+
+def _part_size(reader: Reader) -> int:
+    total = sum(shard.size for shard in reader.shards(_LARGEST))
+    return max(_SMALLEST, min(_LARGEST, total // _PARTS))
 
 
 def _cores() -> int:

@@ -154,7 +154,7 @@ class _Opener:
                 say=self.say,
                 progress=progress,
             )
-        self.say(f"{self.source.told}: {made.counts}, in {prefix}.bin")
+        self.say(f"{self.source.told}, in {prefix}.bin: {made.counts}")
         return open_prepared(prefix, self.vocab_size)
 
     def _files(self) -> Files | None:

@@ -23,16 +23,11 @@ def preparing_bar(
     if not console.is_terminal:
         yield _lines(title, console, clock)
         return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TextColumn("{task.fields[found]}"),
-        TimeRemainingColumn(),
-    )
+    console.print(title, markup=False)
+    columns = (BarColumn(20), DownloadColumn(), TextColumn("{task.fields[found]}"), TimeRemainingColumn())
     # Without a thread: processes are forked while the bar is shown.
     with Bar(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task(title, total=None, found="")
+        task = bar.add_task("", total=None, found="")
         drawn = clock() - _SECONDS_BETWEEN_DRAWINGS
 
         def show(progress: Progress) -> None:

@@ -9,14 +9,11 @@ from pydantic import BaseModel, BeforeValidator, create_model, model_validator
 
 from hetero_megatron.errors import ModelError, RecipeError
 from hetero_megatron.layers.rope_scaling import RopeScaling
-from hetero_megatron.models.config import LlamaConfig
+from hetero_megatron.models.config import WITHOUT_EFFECT, LlamaConfig, differences
 from hetero_megatron.models.hf_config import CONFIG_FILE, config_file, read_hf_config
 from hetero_megatron.models.presets import PRESETS
 from hetero_megatron.recipe_sections import Section
 from hetero_megatron.recipe_text import nearest
-
-# What a recipe may say otherwise than a config.json: neither changes what the model computes.
-FREE = ("init_std", "max_position_embeddings")
 
 
 def _rope_scaling(value: object) -> RopeScaling | None:
@@ -30,8 +27,9 @@ class ModelBase(Section):
     """`preset` or `config`, every field of LlamaConfig, and `weights`; all optional.
 
     What is given replaces the preset's value. `config` is the path of a Hugging Face config.json, or of the folder
-    with one; what is given beside it must agree with it. `weights` is a Hugging Face folder whose weights the run starts
-    from; alone, it is the `config` too. Paths are relative to the folder in which the command runs.
+    with one; what is given beside it must agree with it, but for `init_std` and `max_position_embeddings`.
+    `weights` is a Hugging Face folder whose weights the run starts from; alone, it is the `config` too. Paths are
+    relative to the folder in which the command runs.
     """
 
     @model_validator(mode="before")
@@ -82,9 +80,7 @@ def make_config(section: BaseModel) -> LlamaConfig:
     else:
         config = _from_sizes(given)
     if weights is not None and (Path(weights) / CONFIG_FILE).exists():
-        _agreeing(
-            Path(weights) / CONFIG_FILE, dataclasses.asdict(config) | {"rope_scaling": config.rope_scaling}
-        )
+        _agree(config, Path(weights) / CONFIG_FILE)
     return config
 
 
@@ -107,12 +103,12 @@ def _from_sizes(given: Mapping[str, Any]) -> LlamaConfig:
 def _agreeing(file: Path, given: Mapping[str, Any]) -> LlamaConfig:
     """The model of a config.json, with nothing beside it that contradicts it."""
     config = read_hf_config(file)
-    for name, value in given.items():
-        says = getattr(config, name)
-        if name == "head_dim":
-            value, says = value or config.head_size, config.head_size
-        if name not in FREE and value != says:
-            raise RecipeError(
-                f"model.{name}: {value} here, and {says} in {file}; they contradict each other, drop one of them"
-            )
-    return dataclasses.replace(config, **{name: given[name] for name in FREE if name in given})
+    _agree(dataclasses.replace(config, **given), file)
+    return dataclasses.replace(config, **{name: given[name] for name in WITHOUT_EFFECT if name in given})
+
+
+def _agree(config: LlamaConfig, file: Path) -> None:
+    for name, (here, there) in differences(config, read_hf_config(file)).items():
+        raise RecipeError(
+            f"model.{name}: {here} here, and {there} in {file}; they contradict each other, drop one of them"
+        )

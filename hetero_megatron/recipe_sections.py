@@ -181,9 +181,10 @@ class StrategySection(Section):
 class SourceSection(Section):
     """One source of documents, and its share of the tokens beside other sources.
 
-    `path` is a folder of files, one document each; a .json, .jsonl, .parquet or .txt file (or a pattern such as
-    `corpus/*.jsonl`); a folder that `datasets` has saved; the common prefix of a Megatron .bin/.idx pair; or the
-    name of a dataset on the Hugging Face hub. `format` says which when the path does not tell.
+    `path` is a folder of files, one document each; a .json, .jsonl, .parquet or .txt file (the latter with a document
+    per line), or a pattern such as `corpus/*.jsonl`; a folder that `datasets` has saved; the common prefix of a
+    Megatron .bin/.idx pair; or the name of a dataset on the Hugging Face hub. `format` says which when the path does
+    not tell.
     """
 
     path: str

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from hetero_megatron.data.blend import Blend
+from hetero_megatron.data.blend import Blend, long_document_reports
 from hetero_megatron.data.document_samples import DocumentSamples
 from hetero_megatron.data.documents import Source, Stream
 from hetero_megatron.data.lanes import flop_cost, lanes_of
@@ -68,7 +68,12 @@ class DataPath:
         found: dict[str, object] = {"packing": section.packing, "seq_length": self.steps.seq_length}
         if section.packing == "documents":
             found["long_documents"] = section.long_documents
-        return found | {"samples_per_pass": self.steps.samples.per_pass}
+        samples = self.steps.samples
+        if isinstance(samples, Blend):
+            found["mixture"] = list(samples.shares)
+        if samples.per_pass is None:
+            found["shuffle_buffer"] = section.shuffle_buffer
+        return found | {"samples_per_pass": samples.per_pass}
 
 
 @dataclass(frozen=True)
@@ -181,6 +186,8 @@ def _data_path(
     rows, length = training.global_batch_size, training.seq_length
     sources = recipe.open_sources(say, preparing_bar, evaluation)
     samples = _samples(sources, section, training.seed, length)
+    for report in long_document_reports(samples):
+        say(str(report))
     steps = Steps(samples, rows, length, section.packing, epochs, section.last_batch)
     if section.packing == "rows":
         sizes = [(p.micro_batches, p.micro_batch_size) for p in program.strategy.pipelines]

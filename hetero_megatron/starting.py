@@ -7,6 +7,7 @@ from typing import Any
 
 from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.errors import CheckpointError
+from hetero_megatron.models.config import LlamaConfig, config_from_values, differences
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.runtime.checkpoint_choice import agree_on_checkpoint, choose, choose_together
@@ -94,6 +95,8 @@ def _start(
     saved = SavedState.open(path)
     saved.check(shapes_of(program))
     payload = saved.payload
+    if "model" in payload:
+        _compare_model(path, config_from_values(payload["model"]), recipe.make_config())
     if "settings" in payload:
         override = recipe.checkpoint.override_lr_schedule
         settings, notices = resumed_schedule(payload["settings"], settings, override)
@@ -117,6 +120,13 @@ def _chosen(recipe: Recipe, say: Say) -> Path | None:
     if found is None:
         raise CheckpointError(f"checkpoint.load: {section.load} has no checkpoint")
     return found
+
+
+def _compare_model(path: Path, saved: LlamaConfig, now: LlamaConfig) -> None:
+    """Shapes do not show a rotary base, a scaling or an epsilon."""
+    changed = [f"{name} was {was} and is {value}" for name, (was, value) in differences(saved, now).items()]
+    if changed:
+        raise CheckpointError(f"{path} is of another model: {'; '.join(changed)}; correct the recipe's model")
 
 
 def _compare_data(path: Path, saved: Mapping[str, object], now: Mapping[str, object]) -> None:

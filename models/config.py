@@ -8,6 +8,9 @@ from hetero_megatron.errors import ModelError
 from hetero_megatron.layers.rope_scaling import RopeScaling
 from hetero_megatron.strategy import ModelFacts
 
+WITHOUT_EFFECT = ("init_std", "max_position_embeddings")
+"""Fields that do not change what a model with given weights computes."""
+
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
@@ -118,6 +121,17 @@ def flops_per_token(config: LlamaConfig, seq_length: int) -> int:
     """
     matrices = config.num_layers * _matrix_weights_per_layer(config) + config.vocab_size * config.hidden_size
     return 6 * matrices + 6 * config.num_layers * config.query_size * seq_length
+
+
+def differences(first: LlamaConfig, second: LlamaConfig) -> dict[str, tuple[object, object]]:
+    """The fields in which two models compute something else, with both values."""
+    found: dict[str, tuple[object, object]] = {}
+    for field in fields(LlamaConfig):
+        name = "head_size" if field.name == "head_dim" else field.name
+        pair = (getattr(first, name), getattr(second, name))
+        if field.name not in WITHOUT_EFFECT and pair[0] != pair[1]:
+            found[field.name] = pair
+    return found
 
 
 def config_to_values(config: LlamaConfig) -> dict[str, Any]:

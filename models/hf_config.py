@@ -14,6 +14,7 @@ from typing import Any
 from hetero_megatron.errors import ModelError
 from hetero_megatron.layers.rope_scaling import RopeScaling
 from hetero_megatron.models.config import LlamaConfig
+from hetero_megatron.models.hf_refusals import ONE, check_layer_types, refuse_other_functions
 
 CONFIG_FILE = "config.json"
 
@@ -64,25 +65,6 @@ _SIZES = {
     "num_attention_heads": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
-_OFF = (None, False, 0)
-_ONE = (None, 1)
-# What each of these keys may say, if it is there; anything else is another function of the tokens.
-_ALLOWED: Mapping[str, tuple[object, ...]] = {
-    "hidden_act": (None, "silu", "swish"),
-    "pretraining_tp": (None, 0, 1),
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), _OFF),
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "rope_ratio"), _ONE),
-    **dict.fromkeys(("quantization_config", "compression_config", "auto_map", "clip_qkv"), (None,)),
-    **dict.fromkeys(("logits_scaling", "logit_scale", "residual_multiplier", "attention_multiplier"), _ONE),
-    **dict.fromkeys(("embedding_multiplier", "embedding_scale", "query_pre_attn_scalar"), _ONE),
-    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "attention_chunk_size"), _OFF),
-    **dict.fromkeys(
-        ("use_qk_norm", "qk_norm", "qk_layernorm", "use_sliding_window", "scale_embedding"), _OFF
-    ),
-    **dict.fromkeys(("alibi", "rope_interleave", "rope_interleaved", "parallel_attn"), _OFF),
-    **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval", "num_nextn_predict_layers"), _OFF),
-    **dict.fromkeys(("use_bias", "qkv_bias", "add_bias_linear", "is_encoder_decoder", "use_mrope"), _OFF),
-}
 
 
 def read_hf_config(path: str | Path) -> LlamaConfig:
@@ -131,7 +113,7 @@ def from_hf(raw: Mapping[str, Any]) -> LlamaConfig:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(f"model_type {kind!r} is not built; known: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    _refuse_other_functions(raw)
+    refuse_other_functions(raw)
     _agreed(raw, "dtype", "torch_dtype")
     sizes = {ours: _whole(raw, theirs) for theirs, ours in _SIZES.items()}
     heads = sizes["num_attention_heads"]
@@ -144,7 +126,7 @@ def from_hf(raw: Mapping[str, Any]) -> LlamaConfig:
     if kind != "llama" and (both or mlp):
         raise ModelError(f"{'attention_bias' if both else 'mlp_bias'} is true; a {kind} has no such switch")
     window = raw.get("sliding_window", family.window) if kind == "mistral" else None
-    _check_layer_types(raw, window)
+    check_layer_types(raw, window)
     return LlamaConfig(
         **sizes,
         num_query_groups=heads
@@ -227,27 +209,6 @@ def to_hf(
     return found
 
 
-def _refuse_other_functions(raw: Mapping[str, Any]) -> None:
-    for key, value in raw.items():
-        allowed = _ALLOWED.get(key)
-        if allowed is None and ("expert" in key or key.startswith("moe_")):
-            allowed = _OFF
-        if allowed is not None and not any(value == each for each in allowed):
-            may = ", ".join(json.dumps(each) for each in allowed if each is not None)
-            raise ModelError(
-                f"{key} is {json.dumps(value)}, which is not built" + (f"; it may be {may}" if may else "")
-            )
-
-
-def _check_layer_types(raw: Mapping[str, Any], window: object) -> None:
-    wanted = "full_attention" if window is None else "sliding_attention"
-    others = [kind for kind in raw.get("layer_types") or () if kind != wanted]
-    if others:
-        raise ModelError(
-            f"layer_types has {others[0]!r}; layers of several kinds are not built, all must be {wanted}"
-        )
-
-
 def _agreed(raw: Mapping[str, Any], new: str, old: str) -> Any:
     first, second = raw.get(new), raw.get(old)
     if first is not None and second is not None and first != second:
@@ -286,7 +247,7 @@ def _scaling(given: object) -> RopeScaling | None:
     if not isinstance(given, Mapping):
         return RopeScaling.read(given)
     rest = {key: value for key, value in given.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    if given.get("partial_rotary_factor") not in _ONE:
+    if given.get("partial_rotary_factor") not in ONE:
         raise ModelError(f"partial_rotary_factor is {given['partial_rotary_factor']}, which is not built")
     kind = rest.get("rope_type", rest.get("type", "default"))
     if kind == "default" and rest.get("type", kind) == kind:

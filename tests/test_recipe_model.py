@@ -129,3 +129,19 @@ def test_rope_scaling_and_biases_are_keys_of_a_recipe(folder: Path) -> None:
     assert found.rope_scaling == RopeScaling("llama3", 8, 1, 4, 1024)
     assert (found.qkv_bias, found.attention_out_bias, found.mlp_bias) == (True, False, True)
     assert load(folder, "{preset: llama3.2_1b, rope_scaling: null}").make_config().rope_scaling is None
+
+
+def test_the_cpu_recipe_goes_on_from_an_export_of_the_quickstart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes = Path(__file__).parent.parent / "recipes"
+    quickstart = load_recipe(recipes / "quickstart.yaml").make_config()
+    shapes = parameter_shapes(quickstart)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match="model: runs/quickstart_hf: No such file or directory"):
+        load_recipe(recipes / "from_hf_cpu.yaml")
+    write_hf("runs/quickstart_hf", quickstart, lambda name: torch.zeros(shapes[name]), context=256)
+    recipe = load_recipe(recipes / "from_hf_cpu.yaml")
+    assert recipe.make_config() == replace(quickstart, max_position_embeddings=256)
+    assert recipe.weights_folder == Path("runs/quickstart_hf")
+    assert recipe.make_strategy().ranks == (0, 1, 2, 3)

@@ -72,7 +72,7 @@ def run_to_hf(
         run: a run's folder, or one of its checkpoints.
         iteration: which one; None is the newest that is whole.
         dtype: `fp32`, which is exact, or `bf16`; None is what the run's Hugging Face origin has, else fp32.
-        tokenizer: the folder whose tokenizer is copied; None is that of the run's origin, if it has one.
+        tokenizer: the folder whose tokenizer is copied; None is the run's origin, if there is one.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or does not say its model.
@@ -80,16 +80,17 @@ def run_to_hf(
     """
     run, path = _checkpoint(run, iteration)
     saved = SavedState.open(path)
-    kept = run / ORIGIN
-    origin = load_json(kept / CONFIG_FILE) if (kept / CONFIG_FILE).exists() else {}
+    recipe = saved.payload.get("recipe", {})
+    kept = _origin(run, recipe)
+    origin = {} if kept is None else load_json(kept / CONFIG_FILE)
     config = _config(saved)
     saved.check(parameter_shapes(config))
     stored = origin.get("dtype") or origin.get("torch_dtype")
     chosen = dtype or _SAVED_AS.get(str(stored), "fp32")
-    length = saved.payload.get("recipe", {}).get("training", {}).get("seq_length")
+    length = recipe.get("training", {}).get("seq_length")
     with _progress("writing") as advance:
         write_hf(target, config, saved.read, DTYPES[chosen], max_shard_bytes, origin, length, advance)
-    source = tokenizer or (kept if kept.is_dir() else None)
+    source = tokenizer or kept
     copied = () if source is None else copy_files(source, target, TOKENIZER_FILES)
     _say(config, target, copied, f" of iteration {saved.iteration} in {chosen}")
     return target
@@ -135,6 +136,15 @@ def _checkpoint(run: Path, iteration: int | None) -> tuple[Path, Path]:
     )
     assert path is not None, f"{run} has checkpoints, of which none was chosen"
     return run, path
+
+
+def _origin(run: Path, recipe: Mapping[str, Any]) -> Path | None:
+    """The Hugging Face folder that the run began with: kept beside its checkpoints, or named by its recipe."""
+    model, load = recipe.get("model", {}), recipe.get("checkpoint", {}).get("load")
+    named = [model.get("weights"), model.get("config")]
+    places = [run / ORIGIN, *([Path(load) / ORIGIN] if load else []), *(Path(name) for name in named if name)]
+    folders = [place if place.is_dir() else place.parent for place in places]
+    return next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
 
 
 def _config(saved: SavedState) -> LlamaConfig:

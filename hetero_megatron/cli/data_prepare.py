@@ -1,6 +1,8 @@
 """`data prepare`: the corpora of a recipe into its cache, or files into a .bin/.idx pair of their own."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast, get_args
 
 from hetero_megatron.data.formats import Format, open_reader
@@ -24,7 +26,7 @@ def of_recipe(recipe: Recipe, workers: int | None) -> None:
     if recipe.evaluation is not None:
         sections.append((recipe.evaluation.data, True))
     for section, held_out in sections:
-        with recipe.named():
+        with recipe.named(), _goes_on():
             sources = recipe.open_sources(_say, preparing_bar, held_out, workers)
         for settings, source in zip(corpus_settings(section).sources, sources, strict=True):
             if not isinstance(source.documents, IndexedDocuments):
@@ -53,7 +55,7 @@ def of_paths(
     _one_of("--bad-documents", bad_documents, get_args(Policy))
     encoder = open_tokenizer(tokenizer)
     reader = open_reader(paths, cast(Format, kind), text_key=text_key, split=split)
-    with preparing_bar(f"{paths[0]} to tokens of {tokenizer}") as progress:
+    with _goes_on(), preparing_bar(f"{paths[0]} to tokens of {tokenizer}") as progress:
         made = prepare(
             reader,
             encoder,
@@ -67,6 +69,16 @@ def of_paths(
     _say(
         f"{output}.bin and .idx: {made.counts}; ids up to {made.largest}, for model.vocab_size {encoder.vocab_size}"
     )
+
+
+@contextmanager
+def _goes_on() -> Iterator[None]:
+    """Say what an interrupt leaves."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("interrupted; finished parts are kept, and the same command goes on from them")
+        raise
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:

@@ -1,8 +1,10 @@
 """`convert`: Hugging Face folders to runs and back, through training under a strategy (O-05, O-10, O-29, O-74)."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +175,33 @@ def test_layers_keep_their_numbers_through_stages_of_unequal_depth(tmp_path: Pat
     config = read_hf_config(tmp_path / "out")
     assert config == replace(T0, max_position_embeddings=64)
     HfWeights.open(tmp_path / "out", config)
+
+
+@pytest.mark.parametrize("key", ["weights", "config", "load"])
+def test_what_a_run_began_with_gives_its_export_tokenizer_dtype_and_other_keys(
+    key: str, tmp_path: Path
+) -> None:
+    source = save("kv 2", tmp_path / "in")
+    (source / "tokenizer.json").write_text("{}")
+    described = load_json(source / "config.json") | {"eos_token_id": [2, 7], "dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(described))
+    recipe: dict[str, Any] = {"model": {key: str(source / "config.json" if key == "config" else source)}}
+    if key == "load":
+        converted("hf-to-run", source, tmp_path / "first")
+        recipe = {"checkpoint": {"load": str(tmp_path / "first")}, "model": {"weights": None}}
+    weights = HfWeights.open(source, read_hf_config(source))
+    payload = {"model": config_to_values(read_hf_config(source)), "recipe": recipe}
+    write_whole(tmp_path / "run", 3, payload, ((name, weights.read(name)) for name in weights.shapes))
+    assert "in bf16" in converted("run-to-hf", tmp_path / "run", tmp_path / "out")
+    assert load_json(tmp_path / "out" / "config.json")["eos_token_id"] == [2, 7]
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.model").write_text("")
+    converted("run-to-hf", tmp_path / "run", tmp_path / "out2", "--tokenizer", other, "--dtype", "fp32")
+    assert (tmp_path / "out2" / "tokenizer.model").exists()
+    assert not (tmp_path / "out2" / "tokenizer.json").exists()
+    assert load_json(tmp_path / "out2" / "config.json")["dtype"] == "float32"
 
 
 def test_what_is_not_there_or_does_not_do_is_refused(tmp_path: Path) -> None:

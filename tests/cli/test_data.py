@@ -66,6 +66,17 @@ def test_held_out_data_is_prepared_too(recipe: str) -> None:
     assert sorted({path.name.split("-")[0] for path in Path("kept").iterdir()}) == ["c", "h"]
 
 
+def test_an_interrupt_says_that_parts_are_kept(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hetero_megatron.data.prepare.run_forked", interrupted)
+    for arguments in (("c.jsonl", "--output", "x"), (recipe,)):
+        ended = run("data", "prepare", *arguments)
+        assert ended.code == 130
+        assert "interrupted; finished parts are kept, and the same command goes on from them" in ended.err
+
+
 def test_what_needs_no_preparation_is_said(recipe: str) -> None:
     ended = run("data", "prepare", recipe, "data={}")
     assert ended.err == "the standard library: read as it is, nothing to prepare\n"

@@ -291,7 +291,7 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_leaves_no_process(recipe:
             ["training.global_batch_size=2"],
             "leaves micro-batches empty: the pipelines run 3 micro-batches a step",
         ),
-        (["data=/nowhere"], "data: source /nowhere does not exist"),
+        (["data=/nowhere"], "data.folder: /nowhere does not exist; a folder has a document in each file"),
         (
             ["data.files=[/nowhere/a]"],
             "data: source /nowhere/a does not exist",

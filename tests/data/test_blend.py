@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_megatron.data.blend import PERIOD, Blend
+from hetero_megatron.data.blend import PERIOD, Blend, long_document_reports
 from hetero_megatron.data.document_samples import DocumentSamples
 from hetero_megatron.data.rows import PackedRows
 from hetero_megatron.data.samples import Samples
@@ -78,6 +78,17 @@ def test_streams_can_be_mixed_and_do_not_know_their_pass() -> None:
     assert blend.per_pass is None
     assert blend.count_pass() == 8
     assert blend.lengths(0, 20).tolist() == [4] * 20
+
+
+def test_what_becomes_of_long_documents_is_told_for_each_source_that_has_some() -> None:
+    long, short = (DocumentSamples(MemoryDocuments(sizes), 0, 8) for sizes in ([20, 3], [4, 4]))
+    stream = StreamSamples(MemoryStream([40]), 0, 8)
+    assert long_document_reports(Blend([short, long, stream, long], [1, 1, 1, 1])) == [
+        long.report,
+        long.report,
+    ]
+    assert long_document_reports(long) == [long.report]
+    assert long_document_reports(rows(3)) == []
 
 
 def test_one_source_is_itself() -> None:

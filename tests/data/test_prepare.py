@@ -19,9 +19,12 @@ from hetero_megatron.data.line_files import LineFiles
 from hetero_megatron.data.part import unwritable
 from hetero_megatron.data.prepare import Progress, fingerprint, prepare
 from hetero_megatron.data.prepared import Sidecar, open_prepared
+from hetero_megatron.data.records import Reader
+from hetero_megatron.data.tables import ParquetFiles, open_saved
 from hetero_megatron.data.tokenizer import ByteTokenizer
 from hetero_megatron.data.whole_files import WholeFiles
 from hetero_megatron.errors import DataError
+from tests.data.test_tables import parquet, saved
 
 TEXTS = [f"document {number} " + "x" * (number * 7 % 40) for number in range(60)]
 OUTPUTS = ("bin", "idx", "json", "origins")
@@ -75,6 +78,37 @@ def test_whole_files_are_documents_with_their_names(tmp_path: Path) -> None:
         prepare(reader, ByteTokenizer(), tmp_path / f"out{size}", shard_bytes=size, say=quiet)
         documents = open_prepared(tmp_path / f"out{size}", 257)
         assert [documents.name(index) for index in range(7)] == [str(tmp_path / f"{n}.txt") for n in range(7)]
+
+
+def test_parts_are_a_mebibyte_of_small_corpora(tmp_path: Path) -> None:
+    reader = corpus(tmp_path / "c.jsonl", ["x" * 2**19] * 5)
+    seen: list[Progress] = []
+    prepare(reader, ByteTokenizer(), tmp_path / "out", workers=1, say=quiet, progress=seen.append)
+    assert len({each.done for each in seen}) >= 3
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_tables_become_tokens_with_rows_as_names(tmp_path: Path, kind: str) -> None:
+    columns = {"text": ["" if number in (3, 17) else text for number, text in enumerate(TEXTS)]}
+    reader: Reader = (
+        ParquetFiles(
+            (parquet(tmp_path / "c.parquet", columns, 7), parquet(tmp_path / "d.parquet", columns, 9))
+        )
+        if kind == "parquet"
+        else open_saved(saved(tmp_path / "c.parquet", columns), "train", "text")
+    )
+    made = prepare(reader, ByteTokenizer(), tmp_path / "out", workers=3, shard_bytes=300, say=quiet)
+    documents = open_prepared(tmp_path / "out", 257)
+    kept = [(number, text) for number, text in enumerate(columns["text"]) if text]
+    wanted = [(f"{tmp_path / 'c.parquet'} row {number} (counted from 0)", text) for number, text in kept]
+    if kind == "parquet":
+        wanted += [(name.replace("c.parquet", "d.parquet"), text) for name, text in wanted]
+    names = [documents.name(index) for index in range(len(documents.lengths))]
+    texts = [
+        ByteTokenizer().decode(documents.tokens(index)).decode() for index in range(len(documents.lengths))
+    ]
+    assert list(zip(names, texts, strict=True)) == wanted
+    assert made.counts.empty == (4 if kind == "parquet" else 2)
 
 
 def test_progress_reaches_the_size_of_the_source(tmp_path: Path) -> None:
@@ -241,6 +275,31 @@ def test_a_second_process_waits_and_takes_what_the_first_has_made(tmp_path: Path
     other.join()
     assert said == [f"waiting for another process that prepares {tmp_path / 'out'}"]
     assert (tmp_path / "out.bin").stat().st_mtime_ns == before
+
+
+def test_many_processes_that_want_the_same_pair_make_it_once_and_leave_nothing_behind(tmp_path: Path) -> None:
+    reader = corpus(tmp_path / "c.jsonl")
+    (tmp_path / "out").mkdir()
+    pids = []
+    for _ in range(4):
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                made = prepare(
+                    reader, ByteTokenizer(), tmp_path / "out" / "o", workers=1, shard_bytes=900, say=quiet
+                )
+                code = 0 if made.counts.documents == 60 else 2
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 4
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "o.bin",
+        "o.idx",
+        "o.json",
+        "o.origins",
+    ]
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
