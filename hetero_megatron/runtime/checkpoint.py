@@ -62,6 +62,7 @@ class _Pending:
     error: str = ""
     written: Written = field(default_factory=lambda: Written({}, ()))
     everyone: Sequence[Written] = ()
+    notices: list[str] = field(default_factory=list)
 
 
 class Saver:
@@ -89,6 +90,7 @@ class Saver:
             raise CheckpointError(f"keep_last is {keep_last}; at least the newest checkpoint is kept")
         self._folder, self._session, self._world = folder, session, session.world
         self._keep_last, self._asynchronous, self._stop = keep_last, asynchronous, stop_on_failure
+        self._patience = min(30.0, self._world.timeout.total_seconds() / 4)
         self._leads = self._world.rank == self._world.ranks[0]
         self._say = say if self._leads else _nothing
         adam = session.settings.name == "adam"
@@ -185,7 +187,7 @@ class Saver:
     def votes(self) -> tuple[float, float]:
         """For `Session.step(votes=...)`: whether this rank's work for the stage is done, and whether it failed."""
         pending = self._pending
-        if pending is None or (pending.thread is not None and pending.thread.is_alive()):
+        if pending is None or self._is_working():
             return 0.0, 0.0
         return (0.0, 1.0) if pending.error else (1.0, 0.0)
 
@@ -210,6 +212,8 @@ class Saver:
         iteration = pending.header.iteration
         self._saved.add(iteration)
         self._say(f"saved iteration {iteration} in {pending.path}")
+        for text in pending.notices:
+            self._say(f"WARNING: {text}")
         return Saved(iteration, pending.path)
 
     def _complete(self, pending: _Pending) -> None:
@@ -230,14 +234,16 @@ class Saver:
             self._all_parts = tuple(part for rank in ranks for part in parts_of(program, rank, self._kinds))
         marker = write_contents(pending.path, pending.header, self._all_parts, pending.everyone)
         finish(self._folder, marker)
-        for text in tidy(self._folder, marker.iteration, self._keep_last):
-            self._say(f"WARNING: {text}")
+        try:
+            pending.notices += tidy(self._folder, marker.iteration, self._keep_last)
+        except Exception as error:  # what is complete must not be given up for what is left over
+            pending.notices.append(f"old checkpoints were not removed: {error}")
 
     def _give_up(self, pending: _Pending) -> Failed:
         """Collective: learn what failed where, then remove what was written."""
         pending.cancelled.set()
-        if pending.thread is not None:
-            pending.thread.join()
+        while self._all_sum((float(self._is_working(self._patience)),))[0]:
+            pass  # a rank is still at its last tensor
         world = self._world
         errors = [pending.error] * len(world.ranks)
         if len(world.ranks) > 1:
@@ -263,18 +269,32 @@ class Saver:
     def finish(self) -> Saved | Failed | None:
         """Collective: wait for the save that is under way, if any, and return how it ended.
 
+        Ranks meet again and again meanwhile: files may take longer than the time-out of a message.
+
         Raises:
             CheckpointError: as `settle`.
         """
         outcome: Saved | Failed | None = None
         while self._pending is not None:
-            if self._pending.thread is not None:
-                self._pending.thread.join()
-            votes = torch.tensor(self.votes(), dtype=torch.float64)
-            if len(self._world.ranks) > 1:
-                dist.all_reduce(votes, group=self._world.control)
-            outcome = self.settle(votes.tolist())
+            self._is_working(self._patience)
+            outcome = self.settle(self._all_sum(self.votes()))
         return outcome
+
+    def _is_working(self, patience: float = 0.0) -> bool:
+        """Whether this rank's thread still runs after at most `patience` seconds."""
+        thread = self._pending.thread if self._pending else None
+        if thread is None:
+            return False
+        thread.join(patience)
+        return thread.is_alive()
+
+    def _all_sum(self, values: Sequence[float]) -> list[float]:
+        """Collective: what the ranks have, added up."""
+        total = torch.tensor(values, dtype=torch.float64)
+        if len(self._world.ranks) > 1:
+            dist.all_reduce(total, group=self._world.control)
+        found: list[float] = total.tolist()
+        return found
 
 
 def _nothing(text: str) -> None:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from hetero_megatron import __version__
 from hetero_megatron.errors import CheckpointError
 from hetero_megatron.runtime.checkpoint_files import STATE
 from hetero_megatron.runtime.state import Shape
@@ -39,6 +42,7 @@ class Header:
         """
         content = {
             "version": _VERSION,
+            "written_by": {"hetero_megatron": __version__, "torch": torch.__version__},
             "iteration": self.iteration,
             "optimizer_step": self.optimizer_step,
             "skipped_iterations": self.skipped_iterations,

@@ -1,6 +1,7 @@
 """Saving while training goes on: stages, votes, failures (runtime/checkpoint.py)."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,34 @@ def test_a_new_save_waits_for_the_one_before_and_old_ones_are_pruned(tmp_path: P
         assert ended[-1] is None
     assert names(tmp_path) == ["iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"]
     assert read_pointer(tmp_path) == "4"
+
+
+def test_ranks_that_wait_for_a_slow_disk_meet_before_a_message_would_time_out(tmp_path: Path) -> None:
+    write = checkpoint.write_parts
+
+    def work(each: Run) -> Any:
+        met = []
+
+        def write_when_the_others_have_met_thrice(*arguments: Any) -> Written:
+            while len(met) < 3:
+                time.sleep(0.001)
+            return write(*arguments)
+
+        def meet(votes: Any) -> Any:
+            met.append(votes)
+            return Saver.settle(each.saver, votes)
+
+        if each.world.rank == 0:
+            checkpoint.write_parts = write_when_the_others_have_met_thrice  # type: ignore[assignment]
+        each.saver.settle = meet  # type: ignore[method-assign]
+        each.saver._patience = 0.01
+        each.step()
+        return each.save(), len(met)
+
+    found = run(work, lambda s: Saver(tmp_path, s, asynchronous=False, say=lambda text: None))
+    assert found[0] == found[1]
+    assert found[0][0] == Saved(1, tmp_path / "iter_0000001")
+    assert found[0][1] >= 3
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -174,6 +203,24 @@ def test_the_first_rank_may_fail_at_the_end_and_the_checkpoint_before_stays(tmp_
     assert "rank 0: no space to write" in found[0].text
     assert names(tmp_path) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
     assert read_pointer(tmp_path) == "1"
+
+
+def test_trouble_with_old_checkpoints_does_not_cost_the_new_one(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def work(each: Run) -> Any:
+        def fail(*arguments: Any) -> list[str]:
+            raise PermissionError(13, "Permission denied")
+
+        checkpoint.tidy = fail  # type: ignore[assignment]
+        each.step()
+        return each.save(), said
+
+    make = lambda s: Saver(tmp_path, s, asynchronous=False, say=said.append)  # noqa: E731
+    ended, told = run(work, make, ranks=(0,))[0]
+    assert ended == Saved(1, tmp_path / "iter_0000001")
+    assert list(finished(tmp_path)) == [1]
+    assert told[-1] == "WARNING: old checkpoints were not removed: [Errno 13] Permission denied"
 
 
 def test_an_iteration_that_is_saved_is_not_saved_again_and_later_ones_are_set_aside(tmp_path: Path) -> None:
