@@ -10,10 +10,10 @@ from typing import Any
 
 from hetero_megatron.data.loader import LoadedStep, Loader
 from hetero_megatron.data.samples import DataPosition
-from hetero_megatron.errors import RuntimeFailure
+from hetero_megatron.errors import CheckpointError, RuntimeFailure
 from hetero_megatron.recipe_sections import CheckpointSection, EvaluationSection
 from hetero_megatron.runtime.batch import MicroBatch
-from hetero_megatron.runtime.checkpoint import Saver
+from hetero_megatron.runtime.checkpoint import Failed, Saved, Saver
 from hetero_megatron.runtime.session import Evaluation, Session, StepResult
 from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.watch import SkipWatch, SpikeWatch
@@ -55,6 +55,7 @@ class Loop:
         Raises:
             RuntimeFailure: a step is not finite where that is not skipped, or a peer is gone.
             DataError: a document cannot be read.
+            CheckpointError: the last state could not be saved; the checkpoints before are as they were.
         """
         asked = False
         while self.session.iteration < self.train_iters and not asked:
@@ -67,8 +68,10 @@ class Loop:
             self.saver.settle(result.votes[1:])
             self.consumed_tokens += result.valid_tokens
             self._after(result, loaded, asked)
-        self._save(self.loader.position)
-        self.saver.finish()
+        ended = self._save(self.loader.position)
+        ended = self.saver.finish() or ended
+        if isinstance(ended, Failed):
+            raise CheckpointError(f"the run ends without its last checkpoint: {ended.text}")
         return (self.request.signal or "a signal to another rank") if asked else ""
 
     def _after(self, result: StepResult, loaded: LoadedStep, asked: bool) -> None:
@@ -95,11 +98,11 @@ class Loop:
         """The loss over all held-out micro-batches, each token with the same weight."""
         return Evaluation.of([self.session.evaluate(batches) for batches in self.held_out])
 
-    def _save(self, position: DataPosition) -> None:
+    def _save(self, position: DataPosition) -> Saved | Failed | None:
         memory = {
             "spikes": self.spikes.to_json(),
             "skips": self.skips.count,
             "consumed_tokens": self.consumed_tokens,
         }
         payload = {**self.facts, "position": position.sample, "memory": memory}
-        self.saver.start(self.session.iteration, payload)
+        return self.saver.start(self.session.iteration, payload)
