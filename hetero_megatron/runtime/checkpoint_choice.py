@@ -15,6 +15,7 @@ from hetero_megatron.runtime.checkpoint_files import (
     iteration_of,
     numbers,
     read_pointer,
+    refuse_foreign_checkpoints,
     unfinished,
 )
 from hetero_megatron.runtime.world import World
@@ -34,8 +35,9 @@ def choose(
 
     Raises:
         CheckpointError: the iteration asked for is not there or damaged; `auto` finds damaged ones only; `never`
-            finds checkpoints.
+            finds checkpoints; there are checkpoints of another program.
     """
+    refuse_foreign_checkpoints(folder)
     there = finished(folder)
     if resume == "never":
         if there:
