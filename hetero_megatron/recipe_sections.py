@@ -347,7 +347,8 @@ class CheckpointSection(Section):
     anew and refuses a folder with checkpoints; a number is the iteration to go on from.
     `load`: another run's folder to start from when this run's folder has no checkpoint.
     `override_lr_schedule`: a resumed run takes the learning-rate schedule of the recipe, not the saved one.
-    `new_data`: a resumed run goes through other data than before, from its first sample.
+    `new_data`: a resumed run may have other data than its checkpoint, and then goes through them from the first sample;
+    once a checkpoint of the new data is there, it goes on from where that one stands.
     """
 
     interval: Count | None = None

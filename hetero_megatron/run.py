@@ -32,7 +32,7 @@ from hetero_megatron.recipe_sections import DataSection
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.world import World
-from hetero_megatron.starting import Start, agree_on_start, find_start
+from hetero_megatron.starting import SettingsAt, Start, agree_on_start, find_start
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Say = Callable[[str], None]
@@ -121,8 +121,8 @@ class Run:
         Raises:
             CheckpointError: ranks see different checkpoints, or a damaged one was asked for; the same on every rank.
         """
-        settings = self.recipe.training.optimizer_settings(self.settings.train_iters)
-        start = agree_on_start(world, self.start, self.recipe, self.program, settings, self.identity)
+        settings_at = _settings_at(self.recipe, self.data)
+        start = agree_on_start(world, self.start, self.recipe, self.program, settings_at, self.identity)
         return self if start is self.start else replace(self, start=start, settings=start.settings)
 
     def held_out_batches(self, rank: int, device: torch.device) -> list[list[MicroBatch]]:
@@ -157,12 +157,10 @@ def prepare(recipe: Recipe) -> Run:
         recipe.make_folder()
         data = _data_path(recipe, program, config, say)
         held_out = _data_path(recipe, program, config, say, True) if recipe.evaluation else None
-        train_iters = recipe.training.train_iters or data.steps.count()
-        settings = recipe.training.optimizer_settings(train_iters)
         identity = {"seed": recipe.training.seed, **data.identity()}
         if recipe.weights_folder is not None:
             say(f"first weights: those of {recipe.weights_folder}, where there is no checkpoint")
-        start = find_start(recipe, program, settings, identity, say)
+        start = find_start(recipe, program, _settings_at(recipe, data), identity, say)
         return Run(
             recipe,
             config,
@@ -176,6 +174,19 @@ def prepare(recipe: Recipe) -> Run:
             start,
             tuple(notices),
         )
+
+
+def _settings_at(recipe: Recipe, data: DataPath) -> SettingsAt:
+    """The optimizer's settings of a run that goes on from a position; under `train_epochs` its length depends on it.
+
+    Steps that were made before may have been of another size, or on other data.
+    """
+
+    def settings_at(position: DataPosition) -> OptimizerSettings:
+        iters = recipe.training.train_iters or position.iteration + data.steps.count(position)
+        return recipe.training.optimizer_settings(iters)
+
+    return settings_at
 
 
 def build_program(recipe: Recipe, model: Llama) -> Program:
