@@ -56,7 +56,11 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Documents or a stream of them, and their share of the tokens relative to the other sources of a run."""
+    """Documents or a stream of them, and their share of the tokens relative to the other sources of a run.
+
+    `identity` tells a stream from another one, as lengths tell documents; it names no folder, which may move.
+    """
 
     documents: Documents | Stream
     weight: float = 1.0
+    identity: str = "a stream"

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from hetero_megatron.data.byte_documents import ByteDocuments
 from hetero_megatron.data.corpus import Files
-from hetero_megatron.data.documents import Documents, Source, Stream
+from hetero_megatron.data.documents import Documents, Source
 from hetero_megatron.data.formats import Format, format_of, open_files, open_reader
 from hetero_megatron.data.prepare import Progress, fingerprint, no_progress, prepare
 from hetero_megatron.data.prepared import open_prepared
@@ -112,7 +112,7 @@ def open_sources(
             opener = _Opener(
                 source, tokenizer, settings.bad_documents, vocab_size, cache, say, shown, workers
             )
-            found.append(Source(opener.open(), source.weight))
+            found.append(opener.open())
     return found
 
 
@@ -135,13 +135,15 @@ class _Opener:
     shown: Shown
     workers: int | None
 
-    def open(self) -> Documents | Stream:
+    def open(self) -> Source:
+        weight = self.source.weight
         files = self._files()
         if files is not None and self.tokenizer.fingerprint == "byte" and not self.source.stream:
-            return ByteDocuments(files)
+            return Source(ByteDocuments(files), weight)
         reader = self._reader()
         if self.source.stream:
-            return CheckedStream(TextStream(reader, self.tokenizer, self.policy), self.vocab_size)
+            stream = TextStream(reader, self.tokenizer, self.policy)
+            return Source(CheckedStream(stream, self.vocab_size), weight, f"stream {stream.fingerprint}")
         prefix = self.cache / cache_name(self.source.told, fingerprint(reader, self.tokenizer, self.policy))
         title = f"{self.source.told} to tokens of {self.tokenizer.name}"
         with self.shown(title) as progress:
@@ -155,7 +157,7 @@ class _Opener:
                 progress=progress,
             )
         self.say(f"{self.source.told}, in {prefix}.bin: {made.counts}")
-        return open_prepared(prefix, self.vocab_size)
+        return Source(open_prepared(prefix, self.vocab_size), weight)
 
     def _files(self) -> Files | None:
         """The files, if each is a document."""

@@ -227,7 +227,7 @@ def _fingerprint(source: Source) -> str:
     """A source in short: as many documents of other lengths have another one."""
     documents = source.documents
     if isinstance(documents, Stream):
-        return "a stream"
+        return source.identity
     lengths = np.ascontiguousarray(documents.lengths)
     return f"{len(lengths)} documents of {lengths.sum()} tokens ({zlib.crc32(lengths.tobytes()):08x})"
 

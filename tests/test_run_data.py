@@ -55,6 +55,11 @@ def test_a_stream_gives_documents_and_its_buffer_is_part_of_what_data_a_run_has(
     source = f"data.sources=[{{path: {lines(tmp_path / 'a.jsonl', 40)}, stream: true}}]"
     run = run_of(tmp_path, source, "data.packing=documents", "data.shuffle_buffer=8")
     assert run.identity["shuffle_buffer"] == 8
+    (tmp_path / "moved").mkdir()
+    for number, same in ((40, True), (41, False)):
+        moved = f"data.sources=[{{path: {lines(tmp_path / 'moved/a.jsonl', number)}, stream: true}}]"
+        other = run_of(tmp_path, moved, "data.packing=documents", "data.shuffle_buffer=8")
+        assert (other.identity == run.identity) is same, "names and sizes of files tell streams apart"
     with run.data.loader(run.program, 1, DataPosition()) as loader:
         steps = [loader.next() for _ in range(3)]
     assert [step.samples.count for step in steps if step] == [6, 6, 6]
