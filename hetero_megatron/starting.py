@@ -123,8 +123,10 @@ def _start(
 def _chosen(recipe: Recipe, say: Say) -> Path | None:
     """The run's own checkpoint, or when it has none the newest of `checkpoint.load`."""
     section, folder = recipe.checkpoint, Path(recipe.output.folder)
-    path = choose(folder, section.resume, say)
-    if path is not None or section.load is None:
+    if section.load is None:
+        return choose(folder, section.resume, say)
+    path = choose(folder, section.resume, say, otherwise=f"looking in {section.load} (checkpoint.load)")
+    if path is not None:
         return path
     found = choose(Path(section.load), "auto", say)
     if found is None:
