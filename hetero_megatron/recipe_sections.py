@@ -330,6 +330,7 @@ class KernelsSection(Section):
 class EvaluationSection(Section):
     """A held-out corpus, and how often and on how much of it the loss is measured (sections as in `data`).
 
+    `data.tokenizer`, left out, is that of the recipe's `data`.
     Every `interval` steps, and after the last one, the loss of the same first `iters` batches is measured.
     """
 

@@ -17,6 +17,7 @@ from hetero_megatron.data.packing import DocumentPacking, Packing, RowPacking, c
 from hetero_megatron.data.packing import prepare as make_batches
 from hetero_megatron.data.rows import PackedRows
 from hetero_megatron.data.samples import DataPosition, Samples
+from hetero_megatron.data.sources import refuse_two_tokenizers
 from hetero_megatron.data.steps import Steps
 from hetero_megatron.data.stream_samples import StreamSamples
 from hetero_megatron.errors import DataError, LayerError, StrategyError
@@ -46,6 +47,7 @@ class DataPath:
     packing: Packing
     section: DataSection
     fingerprint: str
+    tokenizer: tuple[str, str] | None
 
     def loader(
         self, program: Program, rank: int, position: DataPosition, workers: int | None = None
@@ -157,6 +159,8 @@ def prepare(recipe: Recipe) -> Run:
         recipe.make_folder()
         data = _data_path(recipe, program, config, say)
         held_out = _data_path(recipe, program, config, say, True) if recipe.evaluation else None
+        if held_out is not None:
+            refuse_two_tokenizers([("data", data.tokenizer), ("evaluation.data", held_out.tokenizer)])
         identity = {"seed": recipe.training.seed, **data.identity()}
         if recipe.weights_folder is not None:
             say(f"first weights: those of {recipe.weights_folder}, where there is no checkpoint")
@@ -207,6 +211,7 @@ def _data_path(
     rows, length = training.global_batch_size, training.seq_length
     sources = recipe.open_sources(say, preparing_bar, evaluation)
     fingerprint = " + ".join(map(_fingerprint, sources))
+    tokenizer = next((source.tokenizer for source in sources if source.tokenizer), None)
     samples = _samples(sources, section, training.seed, length)
     for report in long_document_reports(samples):
         say(str(report))
@@ -216,11 +221,11 @@ def _data_path(
         packing = RowPacking(samples, rows, sizes)
         if program.strategy.schedule_tasks and not evaluation:
             check_last_step(steps, sizes)
-        return DataPath(steps, packing, section, fingerprint)
+        return DataPath(steps, packing, section, fingerprint, tokenizer)
     lanes = lanes_of(program, length)
     linear = flops_per_token(config, 0)
     cost = flop_cost(linear, flops_per_token(config, 1) - linear, lanes)
-    return DataPath(steps, DocumentPacking(samples, length, lanes, cost), section, fingerprint)
+    return DataPath(steps, DocumentPacking(samples, length, lanes, cost), section, fingerprint, tokenizer)
 
 
 def _fingerprint(source: Source) -> str:
