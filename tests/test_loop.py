@@ -1,4 +1,4 @@
-"""How the training loop ends: what is saved when a step is refused (loop.py; cases O-64, O-66)."""
+"""How the training loop ends: what is saved when a step is refused (loop.py)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Where in its data a run goes on: the same data, other data, and how long the run is then (cases O-49, O-54)."""
+"""Where in its data a run goes on: the same data, other data, and how long the run is then (case O-54)."""
 
 import json
 from pathlib import Path
