@@ -56,7 +56,14 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Documents or a stream of them, and their share of the tokens relative to the other sources of a run."""
+    """Documents or a stream of them, and their share of the tokens relative to the other sources of a run.
+
+    Attributes:
+        identity: tells a stream from another one, as lengths tell documents; it names no folder, which may move.
+        tokenizer: name and fingerprint of the one that made the tokens; None of a pair that does not say.
+    """
 
     documents: Documents | Stream
     weight: float = 1.0
+    identity: str = "a stream"
+    tokenizer: tuple[str, str] | None = None

@@ -169,6 +169,8 @@ def _present(prefix: str | Path, mark: str, overwrite: bool) -> Sidecar | None:
     # Without a .json, parts beside it say that a preparation was stopped while it gave the files their names.
     unfinished = found is None and (beside(prefix, ".parts") / "plan").is_file()
     if there and not overwrite and not unfinished:
+        if Sidecar.of(prefix) != found:  # another process has just finished it
+            return _present(prefix, mark, overwrite)
         what = "was made from another source or with another tokenizer" if found else "is not ours"
         raise DataError(f"{there[0]} exists and {what}; choose another output, or overwrite it")
     return None

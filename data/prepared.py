@@ -120,6 +120,13 @@ def open_prepared(prefix: str | Path, vocab_size: int) -> Documents:
     return documents
 
 
+def tokenizer_of(prefix: str | Path) -> tuple[str, str] | None:
+    """Name and fingerprint of the tokenizer that made a pair; None where nothing beside it says so."""
+    sidecar = Sidecar.of(prefix)
+    told = {} if sidecar is None else sidecar.tokenizer
+    return (str(told["name"]), str(told["fingerprint"])) if {"name", "fingerprint"} <= set(told) else None
+
+
 def _checked(documents: IndexedDocuments, vocab_size: int) -> Documents:
     """A pair of unknown ids."""
     checked = CheckedDocuments(documents, vocab_size)

@@ -1,18 +1,18 @@
 """From what a recipe says of its corpora to documents that training reads (paper §8, data)."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from hetero_megatron.data.byte_documents import ByteDocuments
 from hetero_megatron.data.corpus import Files
-from hetero_megatron.data.documents import Documents, Source, Stream
+from hetero_megatron.data.documents import Documents, Source
 from hetero_megatron.data.formats import Format, format_of, open_files, open_reader
 from hetero_megatron.data.prepare import Progress, fingerprint, no_progress, prepare
-from hetero_megatron.data.prepared import open_prepared
+from hetero_megatron.data.prepared import open_prepared, tokenizer_of
 from hetero_megatron.data.records import Policy, Reader
 from hetero_megatron.data.text_stream import TextStream
 from hetero_megatron.data.token_check import CheckedStream
@@ -106,14 +106,35 @@ def open_sources(
     found: list[Source] = []
     for source in settings.sources:
         if source.tokenized:
-            found.append(Source(_tokenized(source, vocab_size), source.weight))
+            made = _tokenized(source, vocab_size)
+            found.append(Source(made, source.weight, tokenizer=tokenizer_of(source.paths[0])))
         else:
             assert tokenizer is not None, "a source of text was not seen above"
             opener = _Opener(
                 source, tokenizer, settings.bad_documents, vocab_size, cache, say, shown, workers
             )
-            found.append(Source(opener.open(), source.weight))
+            found.append(replace(opener.open(), tokenizer=(tokenizer.name, tokenizer.fingerprint)))
+    refuse_two_tokenizers(
+        [(source.told, each.tokenizer) for source, each in zip(settings.sources, found, strict=True)]
+    )
     return found
+
+
+def refuse_two_tokenizers(sources: Sequence[tuple[str, tuple[str, str] | None]]) -> None:
+    """Refuse sources, each with its name and `Source.tokenizer`, whose token ids stand for different text.
+
+    Raises:
+        DataError: naming two sources and their tokenizers.
+    """
+    known = [(told, *tokenizer) for told, tokenizer in sources if tokenizer]
+    for told, name, mark in known:
+        first_told, first_name, first_mark = known[0]
+        if mark != first_mark:
+            another = "another " * (name == first_name)
+            raise DataError(
+                f"{first_told} has tokens of tokenizer {first_name}, and {told} of {another}{name}; a model has one "
+                "vocabulary: prepare both with one tokenizer"
+            )
 
 
 def _tokenized(source: SourceSettings, vocab_size: int) -> Documents:
@@ -135,13 +156,15 @@ class _Opener:
     shown: Shown
     workers: int | None
 
-    def open(self) -> Documents | Stream:
+    def open(self) -> Source:
+        weight = self.source.weight
         files = self._files()
         if files is not None and self.tokenizer.fingerprint == "byte" and not self.source.stream:
-            return ByteDocuments(files)
+            return Source(ByteDocuments(files), weight)
         reader = self._reader()
         if self.source.stream:
-            return CheckedStream(TextStream(reader, self.tokenizer, self.policy), self.vocab_size)
+            stream = TextStream(reader, self.tokenizer, self.policy)
+            return Source(CheckedStream(stream, self.vocab_size), weight, f"stream {stream.fingerprint}")
         prefix = self.cache / cache_name(self.source.told, fingerprint(reader, self.tokenizer, self.policy))
         title = f"{self.source.told} to tokens of {self.tokenizer.name}"
         with self.shown(title) as progress:
@@ -155,7 +178,7 @@ class _Opener:
                 progress=progress,
             )
         self.say(f"{self.source.told}, in {prefix}.bin: {made.counts}")
-        return open_prepared(prefix, self.vocab_size)
+        return Source(open_prepared(prefix, self.vocab_size), weight)
 
     def _files(self) -> Files | None:
         """The files, if each is a document."""

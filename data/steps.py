@@ -91,8 +91,8 @@ class Steps:
         """Where the run stands when `step` is done."""
         return DataPosition(step.iteration + 1, step.first + step.count)
 
-    def count(self) -> int:
-        """How many steps the epochs take.
+    def count(self, position: DataPosition | None = None) -> int:
+        """How many steps the epochs take, or what is left of them at `position`.
 
         Raises:
             DataError: there are no epochs, or the samples are a stream, which would have to be read for it.
@@ -103,10 +103,10 @@ class Steps:
             raise DataError(
                 "how many steps an epoch of a stream takes is not known before it was read; give train_iters"
             )
+        position, found = position or DataPosition(), 0
         if self.packing == "rows":
-            full, rest = divmod(self.total, self.global_batch_size)
+            full, rest = divmod(max(0, self.total - position.sample), self.global_batch_size)
             return full + (rest > 0 and self.last_batch == "keep")
-        position, found = DataPosition(), 0
         while (step := self.at(position)) is not None:
             position, found = self.after(step), found + 1
         return found

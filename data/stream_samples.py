@@ -68,9 +68,18 @@ class StreamSamples:
         return self._per_pass
 
     def lengths(self, first: int, count: int) -> NDArray[np.int64]:
-        """Tokens of samples [first, first + count), for which they are read; 0 for a document that is dropped."""
+        """Tokens of samples [first, first + count), for which they are read; 0 for a document that is dropped.
+
+        Raises:
+            DataError: they are a whole pass, and all are dropped.
+        """
         self._kept = max(self._kept, count // self.shuffle_buffer + 3)
         lengths = [len(self._document(number)) for number in range(first, first + count)]
+        if self._per_pass is not None and count >= self._per_pass and not any(lengths):
+            raise DataError(
+                f"long_documents: drop leaves no document: all {self._per_pass} of the stream have more than "
+                f"{self.seq_length} tokens; split or truncate them, or raise seq_length"
+            )
         return np.array(lengths, dtype=np.int64)
 
     def sample(self, number: int) -> tuple[Piece, ...]:

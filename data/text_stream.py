@@ -1,5 +1,8 @@
 """Text that is turned into tokens as it is read, one document after another (paper §8, data)."""
 
+import json
+import os
+import zlib
 from collections.abc import Iterator
 from itertools import islice
 
@@ -26,6 +29,13 @@ class TextStream:
         self._reader = reader
         self._tokenizer = tokenizer
         self._policy: Policy = policy
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight letters, equal for streams of equal documents: by names and sizes of files, tokenizer and policy."""
+        files = [(os.path.basename(path), os.path.getsize(path)) for path in self._reader.paths]
+        facts = [self._reader.identity, files, self._tokenizer.fingerprint, self._policy]
+        return f"{zlib.crc32(json.dumps(facts).encode()):08x}"
 
     def read(self, epoch: int, first: int) -> Iterator[NDArray[np.int64]]:
         """The documents of pass `epoch` from number `first` on.

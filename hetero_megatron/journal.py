@@ -102,9 +102,10 @@ class Journal:
             return
         iteration, last = self._session.iteration, self._run.settings.train_iters
         if iteration == self._run.start.iteration and not asked:
+            key = "train_iters" if self._run.recipe.training.train_iters else "train_epochs"
             self.say(
                 f"nothing to train: iteration {iteration} was the last one; raise the length of the run "
-                "(training.train_iters), or choose another output folder to start anew"
+                f"(training.{key}), or choose another output folder to start anew"
             )
             return
         if asked:

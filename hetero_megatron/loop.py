@@ -6,7 +6,7 @@ travel with the step's own numbers. So every rank leaves the loop after the same
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from hetero_megatron.data.loader import LoadedStep, Loader
 from hetero_megatron.data.samples import DataPosition
@@ -50,7 +50,8 @@ class Loop:
     def run(self) -> str:
         """Train; returns which signal ended it, or "" when training is complete.
 
-        Whatever was trained is saved at the end, also when the end is a refusal on which all ranks agree.
+        Whatever was trained is saved at the end, also when the end is a refusal on which all ranks agree: of a step
+        that is not finite where that is not skipped, the state before it.
 
         Raises:
             RuntimeFailure: a step is not finite where that is not skipped, or a peer is gone.
@@ -63,9 +64,16 @@ class Loop:
             if loaded is None:
                 break
             votes = (float(bool(self.request)), *self.saver.votes())
-            result = self.session.step(loaded.batches, self.skip_nonfinite, votes)
+            result = self.session.step(loaded.batches, True, votes)
             asked = result.votes[0] > 0
             self.saver.settle(result.votes[1:])
+            if result.skipped and result.valid_tokens and not self.skip_nonfinite:
+                self.session.take_back()
+                self._refuse(
+                    f"iteration {result.iteration}: {result.skipped}; no rank has updated its weights. Lower "
+                    "training.lr, or pass over such steps with training.nonfinite: skip",
+                    DataPosition(result.iteration - 1, loaded.samples.first),
+                )
             self.consumed_tokens += result.valid_tokens
             self._after(result, loaded, asked)
         ended = self._save(self.loader.position)
@@ -83,11 +91,17 @@ class Loop:
             measured = self._evaluate()
         self.told(result, loaded, measured, note, self.consumed_tokens)
         refusal = self.skips.add(result)
-        if self._is_due(self.checkpoint.interval) and not refusal:
-            self._save(loaded.position)
         if refusal:
-            self.saver.finish()
-            raise RuntimeFailure(refusal)
+            self._refuse(refusal, loaded.position)
+        if self._is_due(self.checkpoint.interval):
+            self._save(loaded.position)
+
+    def _refuse(self, why: str, position: DataPosition) -> NoReturn:
+        """End the run on all ranks, with what it has saved."""
+        if position.iteration:
+            self._save(position)
+        self.saver.finish()
+        raise RuntimeFailure(why)
 
     def _is_due(self, interval: int | None) -> bool:
         """Whether something that is done every `interval` steps, and after the last, is done now."""

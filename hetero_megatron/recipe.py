@@ -7,7 +7,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from hetero_megatron.annotation import AnnotationPlan
 from hetero_megatron.cluster import KINDS, Cluster, Device
@@ -82,6 +90,17 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
     _file: str = PrivateAttr("recipe")
+
+    @field_validator("evaluation")
+    @classmethod
+    def _one_tokenizer(
+        cls, value: EvaluationSection | None, info: ValidationInfo
+    ) -> EvaluationSection | None:
+        """Held-out text becomes tokens as the text to train on does, where it does not say how."""
+        data = info.data.get("data")
+        if value is None or data is None or "tokenizer" in value.data.model_fields_set:
+            return value
+        return value.model_copy(update={"data": value.data.model_copy(update={"tokenizer": data.tokenizer})})
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
@@ -239,18 +258,21 @@ class Recipe(Section):
         with _in_section("strategy"):
             strategy = self.make_strategy()
             strategy.check(config.facts, cluster.ranks)
-        sections = [self.data, *([self.evaluation.data] if self.evaluation else [])]
-        if any(section.packing == "rows" for section in sections):
-            self._check_rows(strategy)
+        sections = {"data": self.data} | (
+            {"evaluation.data": self.evaluation.data} if self.evaluation else {}
+        )
+        in_rows = [name for name, section in sections.items() if section.packing == "rows"]
+        if in_rows:
+            self._check_rows(strategy, in_rows[0])
 
-    def _check_rows(self, strategy: Strategy) -> None:
-        """A step's rows must find a place, whole."""
+    def _check_rows(self, strategy: Strategy, section: str) -> None:
+        """A step's rows, which `section` makes, must find a place, whole."""
         for number, pipeline in enumerate(strategy.pipelines):
             rows = pipeline.micro_batch_size * self.training.seq_length
             if pipeline.tokens(self.training.seq_length) < rows:
                 raise RecipeError(
                     f"strategy.pipelines[{number}].max_tokens: {pipeline.max_tokens} is less than micro_batch_size "
-                    f"{pipeline.micro_batch_size} x seq_length {self.training.seq_length} = {rows}, and data.packing "
+                    f"{pipeline.micro_batch_size} x seq_length {self.training.seq_length} = {rows}, and {section}.packing "
                     "rows makes whole rows; use packing: documents, or leave max_tokens out"
                 )
         with _in_section("training.global_batch_size"):

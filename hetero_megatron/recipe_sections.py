@@ -330,6 +330,7 @@ class KernelsSection(Section):
 class EvaluationSection(Section):
     """A held-out corpus, and how often and on how much of it the loss is measured (sections as in `data`).
 
+    `data.tokenizer`, left out, is that of the recipe's `data`.
     Every `interval` steps, and after the last one, the loss of the same first `iters` batches is measured.
     """
 
@@ -344,10 +345,11 @@ class CheckpointSection(Section):
     `interval`: a save every so many steps and after the last; left out, only after the last and on SIGTERM or SIGINT.
     `keep_last`: how many finished checkpoints stay. `asynchronous`: files are written while training goes on.
     `resume`: `auto` goes on from the newest complete checkpoint in the run's folder, if there is one; `never` starts
-    anew and refuses a folder with checkpoints; a number is the iteration to go on from.
+    anew and refuses a folder with checkpoints; a number is the iteration to go on from, each time the command is run.
     `load`: another run's folder to start from when this run's folder has no checkpoint.
     `override_lr_schedule`: a resumed run takes the learning-rate schedule of the recipe, not the saved one.
-    `new_data`: a resumed run goes through other data than before, from its first sample.
+    `new_data`: a resumed run may have other data than its checkpoint, and then goes through them from the first sample;
+    once a checkpoint of the new data is there, it goes on from where that one stands.
     """
 
     interval: Count | None = None

@@ -17,6 +17,7 @@ from hetero_megatron.data.packing import DocumentPacking, Packing, RowPacking, c
 from hetero_megatron.data.packing import prepare as make_batches
 from hetero_megatron.data.rows import PackedRows
 from hetero_megatron.data.samples import DataPosition, Samples
+from hetero_megatron.data.sources import refuse_two_tokenizers
 from hetero_megatron.data.steps import Steps
 from hetero_megatron.data.stream_samples import StreamSamples
 from hetero_megatron.errors import DataError, LayerError, StrategyError
@@ -32,7 +33,7 @@ from hetero_megatron.recipe_sections import DataSection
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.world import World
-from hetero_megatron.starting import Start, agree_on_start, find_start
+from hetero_megatron.starting import SettingsAt, Start, agree_on_start, find_start
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Say = Callable[[str], None]
@@ -46,6 +47,7 @@ class DataPath:
     packing: Packing
     section: DataSection
     fingerprint: str
+    tokenizer: tuple[str, str] | None
 
     def loader(
         self, program: Program, rank: int, position: DataPosition, workers: int | None = None
@@ -121,8 +123,8 @@ class Run:
         Raises:
             CheckpointError: ranks see different checkpoints, or a damaged one was asked for; the same on every rank.
         """
-        settings = self.recipe.training.optimizer_settings(self.settings.train_iters)
-        start = agree_on_start(world, self.start, self.recipe, self.program, settings, self.identity)
+        settings_at = _settings_at(self.recipe, self.data)
+        start = agree_on_start(world, self.start, self.recipe, self.program, settings_at, self.identity)
         return self if start is self.start else replace(self, start=start, settings=start.settings)
 
     def held_out_batches(self, rank: int, device: torch.device) -> list[list[MicroBatch]]:
@@ -157,12 +159,12 @@ def prepare(recipe: Recipe) -> Run:
         recipe.make_folder()
         data = _data_path(recipe, program, config, say)
         held_out = _data_path(recipe, program, config, say, True) if recipe.evaluation else None
-        train_iters = recipe.training.train_iters or data.steps.count()
-        settings = recipe.training.optimizer_settings(train_iters)
+        if held_out is not None:
+            refuse_two_tokenizers([("data", data.tokenizer), ("evaluation.data", held_out.tokenizer)])
         identity = {"seed": recipe.training.seed, **data.identity()}
         if recipe.weights_folder is not None:
             say(f"first weights: those of {recipe.weights_folder}, where there is no checkpoint")
-        start = find_start(recipe, program, settings, identity, say)
+        start = find_start(recipe, program, _settings_at(recipe, data), identity, say)
         return Run(
             recipe,
             config,
@@ -176,6 +178,19 @@ def prepare(recipe: Recipe) -> Run:
             start,
             tuple(notices),
         )
+
+
+def _settings_at(recipe: Recipe, data: DataPath) -> SettingsAt:
+    """The optimizer's settings of a run that goes on from a position; under `train_epochs` its length depends on it.
+
+    Steps that were made before may have been of another size, or on other data.
+    """
+
+    def settings_at(position: DataPosition) -> OptimizerSettings:
+        iters = recipe.training.train_iters or position.iteration + data.steps.count(position)
+        return recipe.training.optimizer_settings(iters)
+
+    return settings_at
 
 
 def build_program(recipe: Recipe, model: Llama) -> Program:
@@ -196,6 +211,7 @@ def _data_path(
     rows, length = training.global_batch_size, training.seq_length
     sources = recipe.open_sources(say, preparing_bar, evaluation)
     fingerprint = " + ".join(map(_fingerprint, sources))
+    tokenizer = next((source.tokenizer for source in sources if source.tokenizer), None)
     samples = _samples(sources, section, training.seed, length)
     for report in long_document_reports(samples):
         say(str(report))
@@ -205,18 +221,18 @@ def _data_path(
         packing = RowPacking(samples, rows, sizes)
         if program.strategy.schedule_tasks and not evaluation:
             check_last_step(steps, sizes)
-        return DataPath(steps, packing, section, fingerprint)
+        return DataPath(steps, packing, section, fingerprint, tokenizer)
     lanes = lanes_of(program, length)
     linear = flops_per_token(config, 0)
     cost = flop_cost(linear, flops_per_token(config, 1) - linear, lanes)
-    return DataPath(steps, DocumentPacking(samples, length, lanes, cost), section, fingerprint)
+    return DataPath(steps, DocumentPacking(samples, length, lanes, cost), section, fingerprint, tokenizer)
 
 
 def _fingerprint(source: Source) -> str:
     """A source in short: as many documents of other lengths have another one."""
     documents = source.documents
     if isinstance(documents, Stream):
-        return "a stream"
+        return source.identity
     lengths = np.ascontiguousarray(documents.lengths)
     return f"{len(lengths)} documents of {lengths.sum()} tokens ({zlib.crc32(lengths.tobytes()):08x})"
 

@@ -18,6 +18,8 @@ from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.world import World
 
 Say = Callable[[str], None]
+SettingsAt = Callable[[DataPosition], OptimizerSettings]
+"""The recipe's settings of the optimizer for a run that goes on from a position in its data."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Start:
 def find_start(
     recipe: Recipe,
     program: Program,
-    settings: OptimizerSettings,
+    settings_at: SettingsAt,
     identity: Mapping[str, object],
     say: Say,
 ) -> Start:
@@ -51,7 +53,7 @@ def find_start(
     Raises:
         CheckpointError: the one that is asked for is not there or not whole, or is of another model or other data.
     """
-    return _start(_chosen(recipe, say), recipe, program, settings, identity, say)
+    return _start(_chosen(recipe, say), recipe, program, settings_at, identity, say)
 
 
 def agree_on_start(
@@ -59,7 +61,7 @@ def agree_on_start(
     start: Start,
     recipe: Recipe,
     program: Program,
-    settings: OptimizerSettings,
+    settings_at: SettingsAt,
     identity: Mapping[str, object],
 ) -> Start:
     """Collective: `start`, if every rank sees its checkpoint and the checksums are right.
@@ -78,7 +80,7 @@ def agree_on_start(
     if found == path:
         return start
     return _start(
-        found, recipe, program, settings, identity, print if world.rank == world.ranks[0] else _nothing
+        found, recipe, program, settings_at, identity, print if world.rank == world.ranks[0] else _nothing
     )
 
 
@@ -86,26 +88,34 @@ def _start(
     path: Path | None,
     recipe: Recipe,
     program: Program,
-    settings: OptimizerSettings,
+    settings_at: SettingsAt,
     identity: Mapping[str, object],
     say: Say,
 ) -> Start:
     if path is None:
-        return Start(None, 0, DataPosition(), settings, {})
+        return Start(None, 0, DataPosition(), settings_at(DataPosition()), {})
     saved = SavedState.open(path)
     saved.check(shapes_of(program))
     payload = saved.payload
     if "model" in payload:
         _compare_model(path, config_from_values(payload["model"]), recipe.make_config())
+    position = DataPosition(saved.iteration)
+    if "position" in payload:
+        changed = _changed(payload["identity"], identity)
+        if changed and not recipe.checkpoint.new_data:
+            raise CheckpointError(
+                f"{path} was saved amid other data: {'; '.join(changed)}; its samples have other numbers now. "
+                "Restore the recipe, or set checkpoint.new_data: true to go through the new data from its beginning"
+            )
+        # Saved amid the new data already: whatever starts a run again goes on there.
+        if not changed:
+            position = DataPosition(saved.iteration, payload["position"])
+    settings = settings_at(position)
     if "settings" in payload:
         override = recipe.checkpoint.override_lr_schedule
         settings, notices = resumed_schedule(payload["settings"], settings, override)
         for notice in notices:
             say(notice)
-    position = DataPosition(saved.iteration)
-    if "position" in payload and not recipe.checkpoint.new_data:
-        _compare_data(path, payload["identity"], identity)
-        position = DataPosition(saved.iteration, payload["position"])
     say(f"going on from {path}: iteration {saved.iteration}, sample {position.sample}")
     return Start(saved, saved.iteration, position, settings, payload.get("memory", {}))
 
@@ -113,8 +123,10 @@ def _start(
 def _chosen(recipe: Recipe, say: Say) -> Path | None:
     """The run's own checkpoint, or when it has none the newest of `checkpoint.load`."""
     section, folder = recipe.checkpoint, Path(recipe.output.folder)
-    path = choose(folder, section.resume, say)
-    if path is not None or section.load is None:
+    if section.load is None:
+        return choose(folder, section.resume, say)
+    path = choose(folder, section.resume, say, otherwise=f"looking in {section.load} (checkpoint.load)")
+    if path is not None:
         return path
     found = choose(Path(section.load), "auto", say)
     if found is None:
@@ -129,17 +141,13 @@ def _compare_model(path: Path, saved: LlamaConfig, now: LlamaConfig) -> None:
         raise CheckpointError(f"{path} is of another model: {'; '.join(changed)}; correct the recipe's model")
 
 
-def _compare_data(path: Path, saved: Mapping[str, object], now: Mapping[str, object]) -> None:
-    changed = [
+def _changed(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """In what two corpora differ, in words."""
+    return [
         f"{name} was {saved.get(name)} and is {now.get(name)}"
         for name in {**saved, **now}
         if saved.get(name) != now.get(name)
     ]
-    if changed:
-        raise CheckpointError(
-            f"{path} was saved amid other data: {'; '.join(changed)}; its samples have other numbers now. "
-            "Restore the recipe, or set checkpoint.new_data: true to go through the new data from its beginning"
-        )
 
 
 def _damage_only(text: str) -> None:

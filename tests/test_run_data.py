@@ -1,5 +1,6 @@
 """What a run takes its steps from: packing, sources and streams of a recipe, and what is told of them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.errors import RecipeError
 from hetero_megatron.recipe import load_recipe
 from hetero_megatron.run import Run, prepare
+from tests.cli.commands import run as cli
+from tests.data.tokenizers_made_here import bpe_folder
 
 RECIPE = """
 model: llama_tiny
@@ -55,8 +58,36 @@ def test_a_stream_gives_documents_and_its_buffer_is_part_of_what_data_a_run_has(
     source = f"data.sources=[{{path: {lines(tmp_path / 'a.jsonl', 40)}, stream: true}}]"
     run = run_of(tmp_path, source, "data.packing=documents", "data.shuffle_buffer=8")
     assert run.identity["shuffle_buffer"] == 8
+    (tmp_path / "moved").mkdir()
+    for number, same in ((40, True), (41, False)):
+        moved = f"data.sources=[{{path: {lines(tmp_path / 'moved/a.jsonl', number)}, stream: true}}]"
+        other = run_of(tmp_path, moved, "data.packing=documents", "data.shuffle_buffer=8")
+        assert (other.identity == run.identity) is same, "names and sizes of files tell streams apart"
     with run.data.loader(run.program, 1, DataPosition()) as loader:
         steps = [loader.next() for _ in range(3)]
     assert [step.samples.count for step in steps if step] == [6, 6, 6]
     with pytest.raises(RecipeError, match="a stream cannot be cut into rows"):
         run_of(tmp_path, source)
+
+
+def test_held_out_text_becomes_tokens_as_the_text_to_train_on_does(tmp_path: Path) -> None:
+    file, tokenizer = lines(tmp_path / "a.jsonl", 40), bpe_folder(tmp_path / "bpe")
+    changes = ("model.vocab_size=300", f"data.tokenizer={tokenizer}")
+    corpus = f"data.sources=[{{path: {file}}}]"
+    run = run_of(tmp_path, *changes, corpus, f"evaluation={{data: {{sources: [{{path: {file}}}]}}}}")
+    assert run.held_out is not None
+    assert run.held_out.fingerprint == run.data.fingerprint
+    refusal = (
+        f"data has tokens of tokenizer {tokenizer}, and evaluation.data of byte; a model has one vocabulary"
+    )
+    with pytest.raises(RecipeError, match=re.escape(refusal)):
+        run_of(
+            tmp_path,
+            *changes,
+            corpus,
+            f"evaluation={{data: {{tokenizer: byte, sources: [{{path: {file}}}]}}}}",
+        )
+    assert cli("data", "prepare", str(file), "--output", str(tmp_path / "pair")).code == 0
+    refusal = f"{tmp_path / 'pair'} has tokens of tokenizer byte, and {file} of {tokenizer}; a model has one"
+    with pytest.raises(RecipeError, match=re.escape(refusal)):
+        run_of(tmp_path, *changes, f"data.sources=[{{path: {tmp_path / 'pair'}}}, {{path: {file}}}]")

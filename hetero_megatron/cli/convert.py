@@ -22,7 +22,7 @@ from hetero_megatron.models.hf_config import CONFIG_FILE, load_json, read_hf_con
 from hetero_megatron.models.hf_export import MAX_SHARD_BYTES, TOKENIZER_FILES, copy_files, write_hf
 from hetero_megatron.models.hf_names import parameter_shapes
 from hetero_megatron.models.hf_weights import HfWeights
-from hetero_megatron.runtime.checkpoint_choice import choose
+from hetero_megatron.runtime.checkpoint_choice import choose, verify
 from hetero_megatron.runtime.checkpoint_files import finished, iteration_of, numbers
 from hetero_megatron.runtime.checkpoint_read import SavedState
 from hetero_megatron.runtime.checkpoint_write import write_whole
@@ -79,6 +79,7 @@ def run_to_hf(
         ModelError: the target has a model already, or transformers has no such architecture.
     """
     run, path = _checkpoint(run, iteration)
+    verify(path, checksums=True)
     saved = SavedState.open(path)
     recipe = saved.payload.get("recipe", {})
     kept = _origin(run, recipe)

@@ -41,7 +41,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 @app.command()
 def pretrain(recipe: RecipeFile, overrides: Overrides = None, settings: Settings = None) -> None:
-    """Train: start the local ranks (or join torchrun's) and write metrics into the run folder."""
+    """Train: start the local ranks (or join torchrun's) and write metrics into the run folder.
+
+    A run that was stopped or killed goes on from its newest checkpoint.
+    SIGTERM, or Ctrl-C once, ends it after its step, saved, with exit code 0;
+    1 is a failure while training, 2 a refusal before it.
+    """
     from hetero_megatron.recipe import load_recipe
 
     checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])

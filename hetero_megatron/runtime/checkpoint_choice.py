@@ -15,6 +15,7 @@ from hetero_megatron.runtime.checkpoint_files import (
     iteration_of,
     numbers,
     read_pointer,
+    refuse_foreign_checkpoints,
     unfinished,
 )
 from hetero_megatron.runtime.world import World
@@ -25,17 +26,24 @@ _T = TypeVar("_T")
 
 
 def choose(
-    folder: Path, resume: Resume = "auto", say: Say = print, damaged: Collection[Path] = ()
+    folder: Path,
+    resume: Resume = "auto",
+    say: Say = print,
+    damaged: Collection[Path] = (),
+    otherwise: str = "starting at iteration 0",
 ) -> Path | None:
     """The checkpoint in `folder` to go on from; None to start anew. Pure but for reading names, markers and sizes.
+
+    `otherwise` is said to happen when there is none.
 
     `auto` takes the newest complete one, passing over `damaged` and shortened ones, and says so; a number takes that
     iteration or nothing; `never` starts anew, in a folder without checkpoints only.
 
     Raises:
         CheckpointError: the iteration asked for is not there or damaged; `auto` finds damaged ones only; `never`
-            finds checkpoints.
+            finds checkpoints; there are checkpoints of another program.
     """
+    refuse_foreign_checkpoints(folder)
     there = finished(folder)
     if resume == "never":
         if there:
@@ -65,7 +73,7 @@ def choose(
             f"{folder}: no checkpoint is whole: {'; '.join(faults)}; restore one, or start in another output folder"
         )
     _compare_pointer(folder, None, say)
-    say(f"no checkpoint in {folder}: starting at iteration 0")
+    say(f"no checkpoint in {folder}: {otherwise}")
     return None
 
 

@@ -27,6 +27,9 @@ POINTER = "latest_checkpointed_iteration.txt"
 ASIDE = ".aside"
 _FORMAT = "hetero_megatron checkpoint"
 _NAME = re.compile(r"iter_(\d{7,})")
+_OURS = re.compile(
+    r"__\d+_\d+\.distcp|(\.metadata|state\.json|complete\.json)(\.tmp)?|\.nfs.*"
+)  # the last: what NFS keeps
 _BLOCK = 1 << 22
 
 
@@ -108,8 +111,32 @@ def finished(folder: Path) -> dict[int, Path]:
 
 
 def unfinished(folder: Path) -> tuple[Path, ...]:
-    """Folders in which a save has begun and not ended."""
-    return tuple(path for path in checkpoints(folder).values() if not (path / MARKER).is_file())
+    """Folders in which a save of this library has begun and not ended."""
+    found = (path for path in checkpoints(folder).values() if not (path / MARKER).is_file())
+    return tuple(path for path in found if not foreign_names(path))
+
+
+def foreign_names(path: Path) -> tuple[str, ...]:
+    """What stands in a checkpoint's folder that no save writes; with such names and no marker it is somebody else's."""
+    with contextlib.suppress(FileNotFoundError):
+        names = (entry.name for entry in path.iterdir()) if path.is_dir() else (path.name,)
+        return tuple(sorted(name for name in names if not _OURS.fullmatch(name)))
+    return ()
+
+
+def refuse_foreign_checkpoints(folder: Path) -> None:
+    """Refuse a folder with checkpoints of another program, such as Megatron's, which have the same names.
+
+    Raises:
+        CheckpointError: naming the checkpoint, and what shows whose it is not.
+    """
+    for path in checkpoints(folder).values():
+        if not (path / MARKER).is_file() and (names := foreign_names(path)):
+            raise CheckpointError(
+                f"{path} was not written by this library: it has no {MARKER}, and holds {names[0]}"
+                f"{f' and {len(names) - 1} more' if len(names) > 1 else ''}; it is neither read nor removed. "
+                "Choose another folder, or move it away"
+            )
 
 
 def read_pointer(folder: Path) -> str | None:

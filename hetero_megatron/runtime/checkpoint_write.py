@@ -31,6 +31,7 @@ from hetero_megatron.runtime.checkpoint_files import (
     finish,
     finished,
     folder_of,
+    refuse_foreign_checkpoints,
     write_durably,
 )
 from hetero_megatron.runtime.checkpoint_header import Header
@@ -222,9 +223,11 @@ def write_whole(
     A run that starts from it begins with moments of 0. Tensors are stored in FP32, each in a file of its own.
 
     Raises:
-        CheckpointError: the file system refused, a name came twice, or there is a checkpoint of that iteration.
+        CheckpointError: the file system refused, a name came twice, or there is a checkpoint of that iteration or of
+            another program.
     """
     path = folder_of(folder, iteration)
+    refuse_foreign_checkpoints(folder)
     if iteration in finished(folder):
         raise CheckpointError(f"{path} exists and is complete; choose another folder or iteration")
     parts: list[Part] = []

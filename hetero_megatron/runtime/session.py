@@ -148,6 +148,11 @@ class Session:
         self.clock.add("communication", at)
         return self._finish(loss_sum, self._valid_tokens(batches), began, skip_nonfinite, votes)
 
+    def take_back(self) -> None:
+        """Uncount the step just made, which was skipped: weights, moments and counters are those before it."""
+        self.iteration -= 1
+        self.skipped_iterations -= 1
+
     def evaluate(self, batches: Sequence[MicroBatch]) -> Evaluation:
         """The loss of this pipeline's micro-batches and those of the others, without a backward pass or an update.
 

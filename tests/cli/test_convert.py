@@ -263,3 +263,15 @@ def test_fields_of_a_model_survive_json_and_are_checked() -> None:
 def test_sizes_of_shards() -> None:
     sizes = {"5GB": 5 * 10**9, "20kb": 20_000, "1.5 MB": 1_500_000, "2GiB": 2 * 2**30, "7B": 7}
     assert {text: shard_bytes(text) for text in sizes} == sizes
+
+
+def test_a_checkpoint_that_the_disk_has_changed_is_not_exported(tmp_path: Path) -> None:
+    converted("hf-to-run", save("kv 2", tmp_path / "in"), tmp_path / "run")
+    file = tmp_path / "run" / "iter_0000000" / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert "is damaged: __1_0.distcp has changed since it was written" in refusal(
+        "convert", "run-to-hf", str(tmp_path / "run"), str(tmp_path / "out")
+    )
+    assert not (tmp_path / "out").exists()

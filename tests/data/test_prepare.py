@@ -377,3 +377,13 @@ def test_without_origins_documents_have_numbers(tmp_path: Path) -> None:
     prepare(corpus(tmp_path / "c.jsonl"), ByteTokenizer(), tmp_path / "out", say=quiet)
     (tmp_path / "out.origins").unlink()
     assert open_prepared(tmp_path / "out", 257).name(3) == f"{tmp_path / 'out.bin'} document 3"
+
+
+def test_a_pair_that_another_process_finishes_just_now_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = corpus(tmp_path / "c.jsonl")
+    made = prepare(reader, ByteTokenizer(), tmp_path / "out", say=quiet)
+    looks = iter([None])
+    monkeypatch.setattr(Sidecar, "of", lambda prefix: next(looks, made))
+    assert prepare(reader, ByteTokenizer(), tmp_path / "out", say=quiet) == made

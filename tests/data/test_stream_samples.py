@@ -13,6 +13,7 @@ from hetero_megatron.data.document_samples import LongDocuments
 from hetero_megatron.data.lanes import Lane, flop_cost
 from hetero_megatron.data.loader import Loader
 from hetero_megatron.data.packing import DocumentPacking
+from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.data.steps import Steps
 from hetero_megatron.data.stream_samples import StreamSamples
 from hetero_megatron.errors import DataError
@@ -76,9 +77,9 @@ def test_a_stream_is_read_once_however_many_blocks_a_step_spans() -> None:
 def test_a_long_document_of_a_stream_is_one_sample(
     policy: LongDocuments, length: int, pieces: list[int]
 ) -> None:
-    samples = StreamSamples(MemoryStream([19]), 0, 8, policy)
-    assert samples.lengths(0, 2).tolist() == [length, length]
-    found = samples.sample(1)
+    samples = StreamSamples(MemoryStream([19, 3]), 0, 8, policy, shuffle_buffer=1)
+    assert samples.lengths(0, 4).tolist() == [length, 3, length, 3]
+    found = samples.sample(2)
     assert list(map(len, found)) == pieces
     assert [token for piece in spelled(found) for token in piece] == list(range(length))
     if pieces:
@@ -125,6 +126,19 @@ def test_a_stream_that_gets_shorter_is_refused() -> None:
     stream.sizes = [3] * 5
     with pytest.raises(DataError, match="ended after 5 documents in pass 1, and had 6 before"):
         order(samples, 6, 12)
+
+
+def test_a_stream_of_which_every_document_is_dropped_is_refused() -> None:
+    samples = StreamSamples(MemoryStream([9] * 40), 0, 8, "drop", shuffle_buffer=16)
+    refusal = (
+        "long_documents: drop leaves no document: all 40 of the stream have more than 8 tokens; split or"
+    )
+    with pytest.raises(DataError, match=refusal):
+        Steps(samples, 2, 8, "documents").at(DataPosition())
+    one_left = StreamSamples(MemoryStream([9] * 39 + [8]), 0, 8, "drop", shuffle_buffer=16)
+    step = Steps(one_left, 2, 8, "documents").at(DataPosition())
+    assert step is not None
+    assert sum(len(one_left.sample(number)) for number in step.numbers) == 2
 
 
 def test_sizes_that_are_not_positive_are_refused() -> None:

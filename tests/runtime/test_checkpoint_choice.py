@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from hetero_megatron.errors import CheckpointError
-from hetero_megatron.runtime.checkpoint_choice import agree_on_checkpoint, choose, choose_together, verify
+from hetero_megatron.runtime.checkpoint_choice import (
+    Resume,
+    agree_on_checkpoint,
+    choose,
+    choose_together,
+    verify,
+)
+from hetero_megatron.runtime.checkpoint_files import tidy
 from hetero_megatron.runtime.checkpoint_write import write_whole
 from hetero_megatron.runtime.world import World
 from tests.distributed.ranks import run_ranks
@@ -33,6 +40,23 @@ def test_auto_starts_anew_in_an_empty_or_missing_folder_and_says_so(tmp_path: Pa
     assert choose(tmp_path / "not there", "auto", said.append) is None
     assert all("starting at iteration 0" in text for text in said)
     assert len(said) == 2
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", 100])
+def test_a_folder_with_checkpoints_of_another_program_is_refused_and_stays(
+    tmp_path: Path, resume: Resume
+) -> None:
+    theirs = tmp_path / "iter_0000100"
+    theirs.mkdir()
+    for name in (".metadata", "__0_0.distcp", "common.pt", "metadata.json"):
+        (theirs / name).write_text("Megatron's")
+    refusal = r"iter_0000100 was not written by this library: .*common\.pt and 1 more; it is neither read nor removed"
+    with pytest.raises(CheckpointError, match=refusal):
+        choose(tmp_path, resume)
+    with pytest.raises(CheckpointError, match=refusal):
+        checkpoint(tmp_path, 100)
+    assert list(tidy(tmp_path, 5, keep_last=1)) == []
+    assert (theirs / "common.pt").read_text() == "Megatron's"
 
 
 def test_a_number_is_met_or_refused(tmp_path: Path) -> None:
