@@ -18,6 +18,7 @@ class Journal:
         self._run, self._session, self._progress, self._metrics = run, session, progress, metrics
         self._summary = RunSummary(_flops_per_token(run))
         self._strategy = short_strategy(run.program.strategy)
+        self._in_trouble = False
 
     @staticmethod
     @contextlib.contextmanager
@@ -78,6 +79,7 @@ class Journal:
         )
         if self._metrics is not None:
             self._metrics.step(result, facts)
+            self._tell_trouble(self._metrics.trouble)
         if result.skipped or result.iteration == 1 or result.iteration % every == 0:
             self.say(
                 log_line(
@@ -96,6 +98,12 @@ class Journal:
             self._summary.evaluated(result.iteration, measured)
             self.say(validation_line(result.iteration, measured))
 
+    def _tell_trouble(self, trouble: str) -> None:
+        """Once when it begins, not at every step."""
+        if trouble and not self._in_trouble:
+            self.say(f"WARNING: {trouble}; training goes on, and they are written as soon as they can be")
+        self._in_trouble = bool(trouble)
+
     def end(self, asked: str) -> None:
         """The run is over: complete, or after the step in which someone was asked to stop."""
         if self._metrics is None:
@@ -104,8 +112,8 @@ class Journal:
         if iteration == self._run.start.iteration and not asked:
             key = "train_iters" if self._run.recipe.training.train_iters else "train_epochs"
             self.say(
-                f"nothing to train: iteration {iteration} was the last one; raise the length of the run "
-                f"(training.{key}), or choose another output folder to start anew"
+                f"nothing to train: {iteration} iterations are made, and the run has {last}; raise training.{key}, or choose "
+                "another output folder to start anew"
             )
             return
         if asked:
@@ -113,6 +121,8 @@ class Journal:
                 f"stopped by {asked} after iteration {iteration} of {last}; everything is saved in {self._run.folder}, "
                 "and the same command goes on from there"
             )
+        if self._metrics.trouble:
+            self.say(f"WARNING: {self._metrics.trouble}; the last steps are missing there")
         self._summary.print(self._run.folder)
 
 

@@ -9,9 +9,9 @@ import math
 import os
 import platform
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import RawIOBase
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -174,7 +174,7 @@ class Metrics:
         """
         check_installed(tensorboard, wandb)
         self._flops_per_token, self._devices = flops_per_token, devices
-        self._path = folder / METRICS
+        self._path, self._trouble = folder / METRICS, ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             before = _read_run(folder / RUN) if resumed_at else {}
@@ -189,24 +189,34 @@ class Metrics:
                 self._sinks.append(sink)
                 run["wandb_id"] = sink.id
             _replace(folder / RUN, json.dumps(run, indent=2) + "\n")
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file: RawIOBase = self._path.open("ab", buffering=0)
+            self._waiting = bytearray()
         except OSError as error:
             raise RuntimeFailure(f"metrics cannot be written to {folder}: {error.strerror}") from error
 
     def step(self, result: StepResult, facts: StepFacts) -> dict[str, Value]:
         """Write one step; returns its values.
 
-        Raises:
-            RuntimeFailure: the file cannot be written, such as on a full disk.
+        What a full disk does not take waits for the next step (`trouble`): it must not end a run.
         """
         values = step_values(result, facts, self._flops_per_token, self._devices)
-        try:
-            print(json.dumps(values), file=self._file, flush=True)
-        except OSError as error:
-            raise RuntimeFailure(f"metrics cannot be written to {self._path}: {error.strerror}") from error
+        self._waiting += json.dumps(values).encode() + b"\n"
+        self._write()
         for sink in self._sinks:
             sink.write(result.iteration, values)
         return values
+
+    @property
+    def trouble(self) -> str:
+        """Why lines are still waiting to be written, "" when none are."""
+        return self._trouble if self._waiting else ""
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting) or 0]
+        except OSError as error:
+            self._trouble = f"metrics cannot be written to {self._path}: {error.strerror}"
 
     def __enter__(self) -> "Metrics":
         return self
@@ -214,9 +224,8 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # What a full disk did not take is still in the buffer, and was told when it happened.
-        with suppress(OSError):
-            self._file.close()
+        self._write()
+        self._file.close()
         for sink in self._sinks:
             sink.close(kind is not None)
 

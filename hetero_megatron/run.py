@@ -214,7 +214,7 @@ def _data_path(
     tokenizer = next((source.tokenizer for source in sources if source.tokenizer), None)
     samples = _samples(sources, section, training.seed, length)
     for report in long_document_reports(samples):
-        say(str(report))
+        say(f"evaluation.data: {report}" if evaluation else str(report))
     steps = Steps(samples, rows, length, section.packing, epochs, section.last_batch)
     if section.packing == "rows":
         sizes = [(p.micro_batches, p.micro_batch_size) for p in program.strategy.pipelines]

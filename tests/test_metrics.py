@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -146,13 +147,21 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full to write to")
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_what_a_full_disk_does_not_take_is_written_when_there_is_space(tmp_path: Path) -> None:
     with Metrics(tmp_path, RUN) as metrics:
+        metrics.step(result(1), facts(1))
+        file, metrics._file = metrics._file, Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115  # closed below
+        for number in (2, 3):
+            metrics.step(result(number), facts(number))
+            assert re.fullmatch(
+                r"metrics cannot be written to .*metrics\.jsonl: No space left.*", metrics.trouble
+            )
+        assert [line["iteration"] for line in read(tmp_path)] == [1]
         metrics._file.close()
-        metrics._file = Path("/dev/full").open("a", encoding="utf-8")  # noqa: SIM115  # closed by Metrics
-        with pytest.raises(RuntimeFailure, match=r"cannot be written to .*metrics.jsonl: No space left"):
-            metrics.step(result(1), facts(1))
-        # What could not be written is still in the file's buffer; to end the run must not fail over it again.
+        metrics._file = file
+        metrics.step(result(4), facts(4))
+        assert metrics.trouble == ""
+    assert [line["iteration"] for line in read(tmp_path)] == [1, 2, 3, 4]
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

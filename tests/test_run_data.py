@@ -35,10 +35,15 @@ def lines(path: Path, count: int, length: int = 9) -> Path:
 def test_documents_of_a_recipe_are_dispatched_and_long_ones_told(tmp_path: Path) -> None:
     file = lines(tmp_path / "long.jsonl", 10, 30)
     run = run_of(
-        tmp_path, f"data.sources=[{{path: {file}}}]", "data.packing=documents", "data.long_documents=truncate"
+        tmp_path,
+        f"data.sources=[{{path: {file}}}]",
+        "data.packing=documents",
+        "data.long_documents=truncate",
+        f"evaluation={{data: {{sources: [{{path: {file}}}], packing: documents}}}}",
     )
     told = "long_documents: truncate: 10 of 10 documents have more than 16 tokens; 10 samples, 160 tokens kept, 150 lost"
     assert told in run.notices
+    assert any(text.startswith("evaluation.data: long_documents: split: 10 of 10") for text in run.notices)
     assert run.identity["long_documents"] == "truncate"
     batches = [run.data.batches(run.program, rank, DataPosition(), "cpu") for rank in (0, 1)]  # type: ignore[arg-type]
     assert [[len(batch.tokens_T) for batch in own] for own in batches] == [[16, 16], [16, 16]]

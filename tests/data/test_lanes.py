@@ -40,3 +40,11 @@ def test_whole_rows_are_refused_where_a_micro_batch_holds_fewer_tokens() -> None
         match=r"pipelines\[0\]\.max_tokens: 512 is less than micro_batch_size 1 x seq_length 2048 = 2048",
     ):
         load_recipe(recipe, [change, "data.packing=rows"])
+
+
+def test_held_out_rows_are_refused_alike_and_by_their_own_section() -> None:
+    recipe, change = RECIPES / "mixed_length_cpu.yaml", "strategy.pipelines.0.max_tokens=512"
+    with pytest.raises(
+        RecipeError, match=r"and evaluation\.data\.packing rows makes whole rows; use packing"
+    ):
+        load_recipe(recipe, [change, "evaluation={data: {}}"])

@@ -32,6 +32,8 @@ def test_blocks_of_a_pass_are_shuffled_each_and_the_last_one_is_partial() -> Non
         assert [sorted(own[at : at + 4]) for at in (0, 4, 8)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len({tuple(found[at : at + 10]) for at in (0, 10, 20)}) == 3
     assert found != order(StreamSamples(MemoryStream([4] * 10), 4, 8, shuffle_buffer=4), 0, 30)
+    many = order(StreamSamples(MemoryStream([4] * 40), 3, 8, shuffle_buffer=20), 0, 40)
+    assert many[20:] != [20 + number for number in many[:20]], "blocks are shuffled each in its own way"
 
 
 @settings(max_examples=60, deadline=None)
