@@ -21,6 +21,7 @@ FLOORS: tuple[
             "layout",
             "program",
             "switch_plan",
+            "switch_rounds",
             "recompute",
             "activations",
             "memory",
