@@ -170,7 +170,7 @@ class Moves:
         """
         moved = Moved({}, dict.fromkeys(PHASES, 0.0))
         if self._before:
-            self._before.release(*_made_again(self._before))
+            self._before.release(*self._not_moved(self._before))
         for step in self._steps:
             if self._after:
                 self._after.take(*step.hold)
@@ -180,6 +180,11 @@ class Moves:
         if self._after:
             self._complete(self._after)
         return moved
+
+    def _not_moved(self, state: State) -> list[str]:
+        """Gradients, parameters where these are not the master weights, and moments that the optimizer does not use."""
+        moved = [state.flats[kind] for kind in self.kinds]
+        return [name for name, flat in state.flats.items() if not any(flat is other for other in moved)]
 
     def _complete(self, after: State) -> None:
         after.take(*after.flats)
@@ -255,12 +260,6 @@ class Moves:
 
 def _kind(tensor: BsrTensor) -> str:
     return FLATS[tensor.name.partition("@")[2]]
-
-
-def _made_again(state: State) -> list[str]:
-    """The buffers that no switch moves: gradients, and parameters where these are not the master weights."""
-    kept = [state.master, *state.moments.values()]
-    return [name for name, flat in state.flats.items() if not any(flat is other for other in kept)]
 
 
 def _post(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
