@@ -75,7 +75,7 @@ class SwitchPlan:
             raise ReshardError(f"rank {ranges_text(used)} is lost, but the new strategy uses it")
         if self.unowned:
             raise ReshardError(
-                f"{_listed(self.unowned)}: slices that only the lost ranks {ranges_text(self.lost)} owned; "
+                f"{_listed(self.unowned)}: slices that only lost ranks owned (lost: {ranges_text(self.lost)}); "
                 "load them from a checkpoint"
             )
 

@@ -22,6 +22,7 @@ FLOORS: tuple[
             "program",
             "switch_plan",
             "switch_rounds",
+            "length_range",
             "recompute",
             "activations",
             "memory",
