@@ -153,11 +153,7 @@ def whole(
     program: Program, shards: Mapping[int, Shards], kinds: Sequence[str] = KINDS
 ) -> dict[str, dict[str, Tensor]]:
     """Gathered tensors; copies on several ranks have to be bit-equal."""
-    kept = {
-        rank: {name: {kind: own[kind] for kind in kinds if kind in own} for name, own in shards[rank].items()}
-        for rank in program.strategy.ranks
-    }
-    return assemble(program, kept)
+    return assemble(program, {rank: shards[rank] for rank in program.strategy.ranks}, kinds)
 
 
 def outcome_of(program: Program, courses: Mapping[int, Course]) -> Outcome:
