@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from hetero_megatron.comm.relay import relay
 from hetero_megatron.errors import RuntimeFailure
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.bind import Sharing
@@ -108,7 +109,14 @@ class Switcher:
                 self.sessions[name].state if name in self.sessions else None for name in (before, after)
             ]
             plan = self.plan(before, after)
-            self._moves[before, after] = Moves(plan, self.world, states[0], states[1], self._message_bytes)
+            self._moves[before, after] = Moves(
+                plan,
+                self.world,
+                states[0],
+                states[1],
+                self._message_bytes,
+                relay(plan.scheme(), plan.cluster, self.world.ranks),
+            )
         return self._moves[before, after]
 
     def _check_names(self, before: str, after: str) -> None:
