@@ -42,6 +42,18 @@ class Place:
         """The slice, in its shape."""
         return view(self.flat, self.slot)[self.slices]
 
+    @property
+    def start(self) -> int | None:
+        """Where the slice begins in the flat buffer, if it is one piece of it."""
+        at, stride, is_cut = self.slot.offset, 1, False
+        for part, size in zip(reversed(self.slices), reversed(self.slot.shape), strict=True):
+            if is_cut and part.stop - part.start > 1:
+                return None
+            is_cut = is_cut or part.stop - part.start < size
+            at += part.start * stride
+            stride *= size
+        return at
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -51,18 +63,38 @@ class Message:
     numbers: tuple[int, ...]
     places: tuple[Place | None, ...]
     counts: tuple[int, ...]
+    run: tuple[Tensor, slice] | None
+
+    @staticmethod
+    def of(
+        peer: int, numbers: Sequence[int], places: Sequence[Place | None], counts: Sequence[int]
+    ) -> "Message":
+        """With the run of a flat buffer that it is, if its pieces follow one another there."""
+        return Message(peer, tuple(numbers), tuple(places), tuple(counts), _run(places, counts))
 
     def whole(self, device: torch.device) -> Tensor | None:
-        """The one contiguous piece that is the message: nothing to pack or unpack."""
-        place = self.places[0] if len(self.places) == 1 else None
-        if place is None or place.flat.device != device or not place.view().is_contiguous():
+        """The part of a flat buffer that is the message: nothing to pack or unpack."""
+        if self.run is None or self.run[0].device != device:
             return None
-        return place.view().view(-1)
+        flat, part = self.run
+        return flat[part]
 
     def pieces(self, buffer: Tensor) -> Iterator[tuple[int, Tensor | None, Tensor]]:
         """(transfer, view, its part of the buffer) of every piece."""
         for number, place, part in zip(self.numbers, self.places, buffer.split(self.counts), strict=True):
             yield number, None if place is None else place.view(), part
+
+
+def _run(places: Sequence[Place | None], counts: Sequence[int]) -> tuple[Tensor, slice] | None:
+    first = places[0]
+    if first is None or first.start is None:
+        return None
+    at = first.start
+    for place, count in zip(places, counts, strict=True):
+        if place is None or place.flat is not first.flat or place.start != at:
+            return None
+        at += count
+    return first.flat, slice(first.start, at)
 
 
 Wave = tuple[tuple[Message, ...], tuple[Message, ...]]

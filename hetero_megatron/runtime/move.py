@@ -58,6 +58,12 @@ class Moves:
         self.plan, self.world = plan, world
         self._before, self._after = before, after
         self._scheme = plan.scheme()
+        names = [tensor.name.partition("@")[0] for tensor in plan.tensors]
+        first_of = {name: place for place, name in reversed(list(enumerate(names)))}
+        kind_of = {kind: place for place, kind in enumerate(FLATS.values())}
+        self._order = [
+            (kind_of[_kind(tensor)], first_of[name]) for tensor, name in zip(plan.tensors, names, strict=True)
+        ]
         self._old = {slot.name: slot for slot in before.slots} if before else {}
         self._new = {slot.name: slot for slot in after.slots} if after else {}
         self._before_flats = before.flats if before else {}
@@ -95,6 +101,8 @@ class Moves:
         return sends, receives
 
     def _message(self, peer: int, numbers: Sequence[int]) -> Message:
+        # Moments were planned in reverse; in the parameters' order more slices follow one another in memory.
+        numbers = sorted(numbers, key=lambda each: self._order[self._scheme.transfers[each].tensor])
         transfers = [self._scheme.transfers[number] for number in numbers]
         places = [
             self._leaving(each)
@@ -105,7 +113,7 @@ class Moves:
             for each in transfers
         ]
         counts = [numel(each.region, self.plan.tensors[each.tensor].shape) for each in transfers]
-        return Message(peer, tuple(numbers), tuple(places), tuple(counts))
+        return Message.of(peer, numbers, places, counts)
 
     def _leaving(self, moved: BsrCopy | BsrTransfer) -> Place:
         return self._place(self._before_flats, self._old, moved)
