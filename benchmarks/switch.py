@@ -4,8 +4,9 @@
 
 A Llama of 100 million parameters with FP32 master weights and Adam moments (1.2 GB), two ranks. Each round switches
 there and back, and sends the same bytes per pair of ranks as one message: from memory that is in use into memory that is
-new, as every switch has to (`new`), and into a buffer that is used again (`warm`), which a switch cannot have. Prints
-medians of moved bytes per second, of the whole switch and of its phases.
+new, as every switch has to (`new`), and into a buffer that is used again (`warm`), which a switch cannot have. A rank
+that keeps slices copies them into its new buffers; `copied` adds a plain copy of as many bytes to `new`. Prints medians
+of moved bytes per second, of the whole switch and of its phases, and the ratio to each of the three.
 """
 
 import argparse
@@ -47,8 +48,10 @@ def plans(layers: int) -> dict[str, Strategy]:
     }
 
 
-def plain(world: World, sizes: dict[Pair, int], warm: dict[Pair, Tensor] | None, source: Tensor) -> float:
-    """Seconds of one message per pair, all posted together; into new memory, or into buffers that are used again."""
+def plain(
+    world: World, sizes: dict[Pair, int], warm: dict[Pair, Tensor] | None, source: Tensor, kept: int = 0
+) -> float:
+    """Seconds of one message per pair, all posted together, and of a copy of `kept` bytes meanwhile."""
     dist.barrier()
     at = time.perf_counter()
     work = []
@@ -59,6 +62,8 @@ def plain(world: World, sizes: dict[Pair, int], warm: dict[Pair, Tensor] | None,
     for (src, dst), size in sizes.items():
         if src == world.rank:
             work.append(dist.isend(source[: size // 4], world.index(dst)))
+    if kept:
+        torch.empty(kept // 4).copy_(source[: kept // 4])
     for each in work:
         each.wait()
     return longest(time.perf_counter() - at)
@@ -90,7 +95,8 @@ def measure(
         run.prepare()
         for src, dst in ((before, after), (after, before)):
             sizes = {pair: size for pair, size in messages(run, src, dst).items() if size}
-            source = torch.ones(max(sizes.values(), default=0) // 4)
+            kept = copied(run, src, dst, world.rank)
+            source = torch.ones(max(kept, *sizes.values()) // 4)
             warm = {pair: torch.ones(size // 4) for pair, size in sizes.items()}
             found: dict[str, list[float]] = {}
             for number in range(rounds + 1):
@@ -100,19 +106,21 @@ def measure(
                 report = run.switch(dst)
                 took = dict(report.seconds)
                 took["new"] = plain(world, sizes, None, source)
+                took["copied"] = plain(world, sizes, None, source, kept)
                 took["warm"] = plain(world, sizes, warm, source)
                 for key, value in took.items() if number else ():
                     found.setdefault(key, []).append(value)
             if world.rank == 0:
                 moved = sum(sizes.values())
                 medians = {key: statistics.median(values) for key, values in found.items()}
-                ratios = {key: medians[key] / medians["total"] for key in ("new", "warm")}
+                ratios = {key: medians[key] / medians["total"] for key in ("new", "copied", "warm")}
                 spread = sorted(n / t for n, t in zip(found["new"], found["total"], strict=True))
                 phases = ", ".join(f"{key} {medians[key]:.3f}" for key in ("pack", "move", "unpack"))
                 print(
                     f"{src:>10} -> {dst:10} {moved / 1e6:7.0f} MB  switch {moved / medians['total'] / 1e9:5.2f} GB/s  "
                     f"plain new {moved / medians['new'] / 1e9:5.2f} warm {moved / medians['warm'] / 1e9:5.2f}  "
-                    f"ratio {ratios['new']:.2f} ({spread[0]:.2f}-{spread[-1]:.2f}) / {ratios['warm']:.2f}  [{phases}]",
+                    f"ratio {ratios['new']:.2f} ({spread[0]:.2f}-{spread[-1]:.2f}) / {ratios['copied']:.2f} / "
+                    f"{ratios['warm']:.2f}  [{phases}]",
                     flush=True,
                 )
             del source, warm
@@ -133,6 +141,19 @@ def messages(run: Switcher, before: str, after: str) -> dict[Pair, int]:
         pair = transfer.src, transfer.dst
         found[pair] = found.get(pair, 0) + size
     return found
+
+
+def copied(run: Switcher, before: str, after: str, rank: int) -> int:
+    """Bytes that a rank keeps."""
+    scheme = run.plan(before, after).scheme()
+    total = 0
+    for copy in scheme.copies:
+        if copy.rank == rank:
+            size = 4
+            for lo, hi in copy.region.bounds(scheme.tensors[copy.tensor].shape):
+                size *= hi - lo
+            total += size
+    return total
 
 
 def main() -> None:
