@@ -7,7 +7,7 @@ communication form a bucket: a run of the flat buffers, so that a bucket travels
 `full_shape` is the global one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from hetero_megatron.annotation import Annotation
 from hetero_megatron.annotation.region import Bounds
 from hetero_megatron.comm.steps import CommPlan
+from hetero_megatron.errors import RuntimeFailure
+from hetero_megatron.runtime.pages import prefer_large_pages
 
 Shape = tuple[int, ...]
 # Megatron's default: large enough for full bandwidth, small enough to travel while the backward pass goes on.
@@ -30,6 +32,7 @@ class Placement:
     Attributes:
         post: from the gradient as it is produced to the layout of the states.
         pre: from the layout of the states to the parameter's own.
+        kin: parameters of different `kin` do not share a bucket.
     """
 
     name: str
@@ -38,6 +41,13 @@ class Placement:
     states: Annotation
     post: CommPlan
     pre: CommPlan
+    kin: Hashable = None
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for parameters that may travel together."""
+        # Plans are resolved once per distinct pair of annotations, so the same plan is the same object.
+        return id(self.post), id(self.pre), self.kin
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,7 @@ class ParameterSlot:
 
     Attributes:
         counted: whether this rank counts the shard in global norms; every element is counted on one rank.
+        is_elsewhere: the layout gives this rank no part of the parameter.
     """
 
     name: str
@@ -54,6 +65,7 @@ class ParameterSlot:
     bounds: Bounds
     offset: int
     counted: bool
+    is_elsewhere: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -71,7 +83,10 @@ Slots = tuple[ParameterSlot, ...]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters that travel together: their slots in both layouts, the same tuple where these are equal."""
+    """Parameters that travel together: their slots in both layouts, the same tuple where these are equal.
+
+    A slot is empty in a layout that gives this rank no part.
+    """
 
     post: CommPlan
     pre: CommPlan
@@ -92,10 +107,9 @@ def lay_out(
     Ranks that communicate make the same buckets: their parameters with one plan are the same ones, in one order.
     """
     cuts: list[list[Placement]] = []
-    latest: dict[tuple[int, int], list[Placement]] = {}
+    latest: dict[Hashable, list[Placement]] = {}
     for placement in placements:
-        # Plans are resolved once per distinct pair of annotations, so the same plan is the same object.
-        key = (id(placement.post), id(placement.pre))
+        key = placement.key
         if key not in latest or sum(prod(p.full_shape) for p in latest[key]) >= bucket_elements:
             cuts.append([])
             latest[key] = cuts[-1]
@@ -115,9 +129,12 @@ def _slots(
     slots = []
     for placement, annotation in zip(placements, annotations, strict=True):
         shape = placement.full_shape
-        bounds = annotation.region(rank).bounds(shape)
+        here = annotation.subgroup_of(rank) is not None
+        bounds = annotation.region(rank).bounds(shape) if here else ((0, 0),) * len(shape)
         slots.append(
-            ParameterSlot(placement.name, shape, annotation, bounds, offset, is_counted(annotation, rank))
+            ParameterSlot(
+                placement.name, shape, annotation, bounds, offset, is_counted(annotation, rank), not here
+            )
         )
         offset += slots[-1].elements
     return tuple(slots)
@@ -136,6 +153,11 @@ def view(flat: Tensor, slot: ParameterSlot) -> Tensor:
     return flat[slot.offset : slot.offset + slot.elements].view(slot.shape)
 
 
+def _present(slots: Iterable[ParameterSlot]) -> Slots:
+    """Those of which the rank that they are for has a part."""
+    return tuple(slot for slot in slots if not slot.is_elsewhere)
+
+
 class State:
     """The flat buffers and the parameters that are views of them.
 
@@ -147,40 +169,107 @@ class State:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], dtype: torch.dtype, device: torch.device, offload: bool = False
+        self,
+        buckets: Sequence[Bucket],
+        dtype: torch.dtype,
+        device: torch.device,
+        offload: bool = False,
+        held: bool = True,
+        shared: "State | None" = None,
     ) -> None:
+        """Buffers of zeros; without `held` of anything, untouched: to be released once all views are made.
+
+        With `shared` master weights, moments and the gradients to update them with are those of another State.
+
+        Raises:
+            RuntimeFailure: the other State has another layout, or lies in other memory.
+        """
         self.buckets = tuple(buckets)
-        self.slots = tuple(slot for bucket in buckets for slot in bucket.states)
-        self.parameter_slots = tuple(slot for bucket in buckets for slot in bucket.parameters)
+        self.slots = _present(slot for bucket in buckets for slot in bucket.states)
+        self.parameter_slots = _present(slot for bucket in buckets for slot in bucket.parameters)
         # By annotation, not by bounds: a rank whose piece is the whole tensor must still gather with the others.
         self.is_apart = offload or any(
             own.annotation != other.annotation
-            for own, other in zip(self.slots, self.parameter_slots, strict=True)
+            for bucket in buckets
+            for own, other in zip(bucket.states, bucket.parameters, strict=True)
         )
         self.device = torch.device("cpu") if offload else device
         # Pinned memory is what a GPU copies from and to while it computes.
         pinned = offload and device.type == "cuda"
 
-        def zeros(slots: Slots, dtype: torch.dtype, states: bool) -> Tensor:
+        def empty(slots: Slots, dtype: torch.dtype, states: bool) -> Tensor:
             total = sum(slot.elements for slot in slots)
-            if states:
-                return torch.zeros(total, dtype=dtype, device=self.device, pin_memory=pinned)
-            return torch.zeros(total, dtype=dtype, device=device)
+            place = self.device if states else device
+            return torch.empty(total, dtype=dtype, device=place, pin_memory=states and pinned)
 
         # 1 where this rank counts a slot in global norms, 0 where another one does.
         self.counted = torch.tensor(
             [float(slot.counted) for slot in self.slots], dtype=torch.float64, device=self.device
         )
-        self.master = zeros(self.slots, torch.float32, True)
-        self.gradient = zeros(self.slots, torch.float32, True)
-        self.moments = {name: zeros(self.slots, torch.float32, True) for name in ("exp_avg", "exp_avg_sq")}
+        if shared is None:
+            self.master = empty(self.slots, torch.float32, True)
+            self.gradient = empty(self.slots, torch.float32, True)
+            self.moments = {
+                name: empty(self.slots, torch.float32, True) for name in ("exp_avg", "exp_avg_sq")
+            }
+        else:
+            self._check_shared(shared)
+            # Views can be made of memory alone; nothing is written to it.
+            shared.take("master", "gradient", *shared.moments)
+            self.master, self.gradient, self.moments = shared.master, shared.gradient, shared.moments
         self.step = 0
-        shared = dtype is torch.float32 and not self.is_apart
-        self.compute = self.master if shared else zeros(self.parameter_slots, dtype, False)
+        is_one = dtype is torch.float32 and not self.is_apart
+        self.compute = self.master if is_one else empty(self.parameter_slots, dtype, False)
         self.accumulated = (
-            zeros(self.parameter_slots, torch.float32, False) if self.is_apart else self.gradient
+            empty(self.parameter_slots, torch.float32, False) if self.is_apart else self.gradient
         )
         self.parameters = {slot.name: self._parameter(slot) for slot in self.parameter_slots}
+        if held:
+            self.hold()
+
+    def _check_shared(self, other: "State") -> None:
+        mine, theirs = ([(s.name, s.bounds, s.offset) for s in each.slots] for each in (self, other))
+        if mine != theirs or self.device != other.device:
+            what = f"{self.device} and {other.device}" if mine == theirs else "their layouts differ"
+            raise RuntimeFailure(
+                f"two programs cannot share optimizer states: {what}; give both the same states and offload_optimizer"
+            )
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The buffers of parameters that are not buffers of states."""
+        found = {"compute": self.master, "accumulated": self.gradient}
+        return tuple(name for name, other in found.items() if self.flats[name] is not other)
+
+    @property
+    def flats(self) -> dict[str, Tensor]:
+        """All buffers by name; two names may share one buffer."""
+        found = {"master": self.master, "gradient": self.gradient} | self.moments
+        return found | {"compute": self.compute, "accumulated": self.accumulated}
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all buffers have memory."""
+        return all(flat.untyped_storage().nbytes() >= flat.nbytes for flat in self.flats.values())
+
+    def take(self, *names: str) -> None:
+        """Give these buffers memory, which holds anything; parameters and other views of them see it."""
+        for name in names:
+            flat = self.flats[name]
+            if flat.untyped_storage().nbytes() < flat.nbytes:
+                flat.untyped_storage().resize_(flat.nbytes)
+                prefer_large_pages(flat)
+
+    def hold(self) -> None:
+        """Give all buffers memory, with zeros."""
+        for name, flat in self.flats.items():
+            self.take(name)
+            flat.detach().zero_()
+
+    def release(self, *names: str) -> None:
+        """Give the memory of these buffers back; what they held is lost, and to look at it ends the process."""
+        for name in names:
+            self.flats[name].untyped_storage().resize_(0)
 
     def _parameter(self, slot: ParameterSlot) -> nn.Parameter:
         """A leaf whose gradient lands in the FP32 buffer, micro-batch after micro-batch."""
