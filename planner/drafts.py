@@ -1,0 +1,134 @@
+"""Drafts of a plan: lanes without ranks, with the seconds that they would take (paper A.1, first level)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero_megatron.planner.lanes import Blocks, Lane, Lanes, Setting
+from hetero_megatron.planner.level_two import deal_micro_batches
+from hetero_megatron.planner.prices import Prices
+from hetero_megatron.planner.problem import Block
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """Which blocks make which pipelines: lanes in descending order, so that equal plans are equal values."""
+
+    lanes: tuple[Blocks, ...]
+    rows: int
+    zero: int
+
+    @staticmethod
+    def of(lanes: Sequence[Blocks], rows: int, zero: int) -> "Sketch":
+        """The sketch of these lanes, whatever their order."""
+        return Sketch(tuple(sorted(lanes, reverse=True)), rows, zero)
+
+    @property
+    def setting(self) -> Setting:
+        """What the lanes share."""
+        return Setting(self.rows, sum(blocks[0].cp for blocks in self.lanes), self.zero)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks."""
+        return tuple(block for lane in self.lanes for block in lane)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A sketch with layers and micro-batches, and the seconds of a step that it would about take."""
+
+    sketch: Sketch
+    lanes: tuple[Lane, ...]
+    micro_batches: tuple[int, ...]
+    pipeline_seconds: float
+    seconds: float
+
+
+class Drafts:
+    """Works out sketches; what belongs to a lane is worked out once."""
+
+    def __init__(self, prices: Prices) -> None:
+        self.prices = prices
+        self.lanes = Lanes(prices)
+        self.known: dict[Sketch, Draft | None] = {}
+        self._speeds: dict[Block, float] = {}
+        problem = prices.problem
+        self._work = problem.config.num_layers * problem.global_batch_size
+
+    def speed(self, block: Block) -> float:
+        """Rows through a layer per second, at the best size of a micro-batch."""
+        if block not in self._speeds:
+            self._speeds[block] = max(
+                rows / self.prices.layer(block, rows).total for rows in self.prices.problem.rows
+            )
+        return self._speeds[block]
+
+    def least_seconds(self, blocks: Sequence[Block]) -> float:
+        """What any plan on these blocks takes at least: all layers of all rows over the speed of all blocks."""
+        return self._work / sum(map(self.speed, blocks))
+
+    def bound(self) -> float:
+        """What any plan on this cluster takes at least: every device at the best speed that it has in any block."""
+        supply, blocks = self.prices.problem.supply, self.prices.problem.blocks
+        speed = 0.0
+        for kind, own in blocks.items():
+            if own:
+                speed += supply.count[kind] * max(self.speed(block) / block.ranks for block in own)
+        return self._work / speed
+
+    def draft(self, sketch: Sketch) -> Draft | None:
+        """Layers and micro-batches of a sketch; None where some lane does not fit into memory."""
+        if sketch not in self.known:
+            self.known[sketch] = self._draft(sketch)
+        return self.known[sketch]
+
+    def _draft(self, sketch: Sketch) -> Draft | None:
+        setting, total = sketch.setting, self.prices.problem.global_batch_size // sketch.rows
+        if len(sketch.lanes) > total:
+            return None
+        about = -(-total // len(sketch.lanes))
+        first = [self.lanes.best(blocks, setting, about) for blocks in sketch.lanes]
+        if any(lane is None for lane in first):
+            return None
+        counts = deal_micro_batches(total, [lane.load for lane in first if lane is not None])
+        # Once more with the counts that the first round gave: layers and seconds are exact for those.
+        lanes = [
+            self.lanes.best(blocks, setting, max(1, count))
+            for blocks, count in zip(sketch.lanes, counts, strict=True)
+        ]
+        chosen = [lane for lane in lanes if lane is not None]
+        if len(chosen) < len(lanes):
+            return None
+        again = deal_micro_batches(total, [lane.load for lane in chosen])
+        if again != counts:
+            exact = [
+                self.lanes.best(blocks, setting, max(1, count))
+                for blocks, count in zip(sketch.lanes, again, strict=True)
+            ]
+            if all(lane is not None for lane in exact):
+                options = [(chosen, counts), ([lane for lane in exact if lane is not None], again)]
+                chosen, counts = min(options, key=lambda option: self._slowest(*option))
+        slowest = self._slowest(chosen, counts)
+        return Draft(sketch, tuple(chosen), tuple(counts), slowest, slowest + self._tail(sketch, chosen))
+
+    @staticmethod
+    def _slowest(lanes: Sequence[Lane], counts: Sequence[int]) -> float:
+        return max(lane.load.seconds(count) for lane, count in zip(lanes, counts, strict=True))
+
+    def _tail(self, sketch: Sketch, lanes: Sequence[Lane]) -> float:
+        """About what gradients take that no backward pass hides; the cost model says it exactly for plans with ranks."""
+        setting, costs = sketch.setting, self.prices.costs
+        if setting.replicas < 2:
+            return 0.0
+        link, weights = costs.cluster.inter_node, costs.work.layer_parameters
+        worst = 0.0
+        for lane in dict.fromkeys(lanes):
+            for block, layers in zip(lane.blocks, lane.layers, strict=True):
+                size = FP32 * layers * weights / block.tp
+                how = "reduce_scatter" if sketch.zero else "all_reduce"
+                seconds = costs.profiles.transfer_seconds(link, how, setting.replicas, size)
+                hidden = layers * self.prices.layer(block, sketch.rows).backward
+                worst = max(worst, seconds / layers + max(0.0, seconds - hidden))
+        return worst
