@@ -10,7 +10,7 @@ FLOORS: tuple[
     list[tuple[str, ...]], ...
 ] = (  # files of one pair of brackets are one room; rooms of one floor do not import each other
     [("errors",)],
-    [("cluster",), ("annotation",)],
+    [("cluster", "device_specs"), ("annotation",)],
     [("comm",)],
     [("graph",)],
     [("pipeline",)],
