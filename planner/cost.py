@@ -15,7 +15,7 @@ from hetero_megatron.planner.footprint import Footprint
 from hetero_megatron.planner.profiles import Operation, Phase, Profiles, Unit
 from hetero_megatron.planner.rates import bytes_per_second
 from hetero_megatron.planner.recursion import Order, order_of, order_of_tasks
-from hetero_megatron.planner.segments import Segment, Sync, finish, segments_of
+from hetero_megatron.planner.segments import Segment, Sync, finish, reductions, segments_of
 from hetero_megatron.planner.work import ITEM, Work
 from hetero_megatron.strategy import Pipeline, Stage, Strategy
 
@@ -396,11 +396,20 @@ class Costs:
 
     def memory(self, strategy: Strategy) -> dict[int, int]:
         """Bytes per rank, never less than `memory.estimate` counts, and what the profile says is taken beside."""
-        needs = self._footprint.per_rank(strategy)
         return {
-            rank: need + self.profiles.reserved_bytes.get(self.cluster.kind(rank).name, 0)
-            for rank, need in needs.items()
+            rank: parts.peak + self._reserved(rank)
+            for rank, parts in self._footprint.per_rank(strategy).items()
         }
+
+    def memory_parts(self, strategy: Strategy) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """Per rank: bytes that are always there, and what one micro-batch keeps in each chunk."""
+        return {
+            rank: (parts.fixed + self._reserved(rank), parts.weights)
+            for rank, parts in self._footprint.per_rank(strategy).items()
+        }
+
+    def _reserved(self, rank: int) -> int:
+        return int(self.profiles.reserved_bytes.get(self.cluster.kind(rank).name, 0))
 
     def fixed(self, strategy: Strategy) -> float:
         """Seconds of every step beside computing and what was counted: the ranks agree on numbers, twice."""
@@ -428,7 +437,7 @@ class Costs:
             ends.append(ended)
             backward.append(last)
             busy.append(computed)
-        synced = finish(segments, ends, backward)
+        synced = finish(reductions(segments, ends, backward), ends)
         updates = self.optimizer(strategy)
         together = max((end for own in synced for end in own), default=0.0)
         # All ranks agree on the gradient norm before one of them updates.
@@ -462,7 +471,7 @@ class Costs:
         stages, count = pipeline.stages, pipeline.micro_batches if lengths is None else len(lengths)
         if not count:
             return (0.0,) * len(stages), (0.0,) * len(stages), (0.0,) * len(stages)
-        order = self._order(strategy, number, pipeline, count)
+        order, late = self._order(strategy, number, pipeline, count), pipeline.chunks == 1
         if lengths is None or len(set(lengths)) == 1:
             tokens = pipeline.micro_batch_size * self.seq_length
             pairs = tokens * self.seq_length
@@ -473,7 +482,7 @@ class Costs:
             forward, backward, total = _by_stage(order, seconds, len(stages))
             # What arrives behind the first forward pass delays the stage only where it takes longer than the pass.
             ready = [max(0.0, arrives - first) for arrives, first in zip(gather, forward, strict=True)]
-            return order.run(seconds, travel, ready), backward, tuple(count * each for each in total)
+            return order.run(seconds, travel, ready, late), backward, tuple(count * each for each in total)
         sizes = [(sum(own), sum(length * length for length in own)) for own in lengths]
         columns = [self._slots(pipeline, order, *size) for size in sizes]
         journeys = [
@@ -481,7 +490,7 @@ class Costs:
         ]
         each = [_by_stage(order, column, len(stages)) for column in columns]
         ready = [max(0.0, arrives - first) for arrives, first in zip(gather, each[0][0], strict=True)]
-        ends = order.run_varied(list(zip(*columns, strict=True)), journeys, ready)
+        ends = order.run_varied(list(zip(*columns, strict=True)), journeys, ready, late)
         return ends, each[-1][1], tuple(map(sum, zip(*(total for *_, total in each), strict=True)))
 
     def _order(self, strategy: Strategy, number: int, pipeline: Pipeline, count: int) -> Order:
@@ -491,25 +500,24 @@ class Costs:
 
     def _slots(self, pipeline: Pipeline, order: Order, tokens: int, pairs: int) -> list[float]:
         """Seconds of every slot of the order."""
-        shares, last = pipeline.token_shares, len(pipeline.stages) - 1
-        shapes = [self.shape(stage) for stage in pipeline.stages]
-        final = pipeline.chunks - 1
         found = []
         for stage, kind, chunk in order.slots:
-            one = self._chunk(
-                shapes[stage],
-                chunk,
-                tokens,
-                pairs,
-                shares,
-                stage == 0 and chunk == 0,
-                stage == last and chunk == final,
-            )
+            one = self.chunk(pipeline, stage, chunk, tokens, pairs)
             found.append(one.forward if kind == "F" else one.backward)
         return found
 
+    def chunk(self, pipeline: Pipeline, stage: int, chunk: int, tokens: int, pairs: int) -> Seconds:
+        """One chunk of one stage on a micro-batch of so many tokens and pairs, its share of embedding and head included."""
+        first = stage == 0 and chunk == 0
+        last = stage == len(pipeline.stages) - 1 and chunk == pipeline.chunks - 1
+        shape = self.shape(pipeline.stages[stage])
+        return self._chunk(shape, chunk, tokens, pairs, pipeline.token_shares, first, last)
+
     def bound(self, strategy: Strategy, lengths: Sequence[Sequence[Lengths]] | None = None) -> float:
-        """Seconds in which the ranks, in their places, could do the work of all layers with no bubble at all."""
+        """Seconds in which the ranks, in their places, could do all layers' work with no bubble at all.
+
+        Layers may go anywhere, embedding and head stay where they are: no schedule and no split of layers is faster.
+        """
         work = speed = 0.0
         for number, pipeline in enumerate(strategy.pipelines):
             own = lengths[number] if lengths is not None else None
@@ -523,22 +531,33 @@ class Costs:
                     sizes[size] = sizes.get(size, 0) + 1
             flops = {size: self.work.layer_flops(*size) for size in sizes}
             work += self.config.num_layers * sum(count * flops[size] for size, count in sizes.items())
-            if not sizes:
-                continue
-            usual = max(sizes, key=lambda size: sizes[size])
-            for stage in pipeline.stages:
+            for place, stage in enumerate(pipeline.stages):
                 shape = self.shape(stage)
-                layer = self._fastest_layer(shape, *usual, pipeline.token_shares)
-                speed += flops[usual] / layer if layer else 0.0
+                shares = pipeline.token_shares
+                seconds = {size: self._slowest_part(shape, "layer", *size, shares) for size in sizes}
+                rate = max((flops[size] / took for size, took in seconds.items() if took), default=0.0)
+                speed += rate
+                ends = [("embedding", place == 0), ("head", place == len(pipeline.stages) - 1)]
+                for unit in (unit for unit, held in ends if held):
+                    for size, count in sizes.items():
+                        work += rate * count * self._slowest_part(shape, unit, *size, shares)
         return work / speed if speed else 0.0
 
-    def _fastest_layer(self, shape: StageShape, tokens: int, pairs: int, shares: tuple[int, ...]) -> float:
-        cp, total = len(shape.parts), sum(shares)
-        return max(
-            self._layer(kind, part.tp, cp, part.link, shape.link, tokens, pairs, "none", share / total).total
-            for part, share in zip(shape.parts, shares, strict=True)
-            for kind in part.kinds
-        )
+    def _slowest_part(
+        self, shape: StageShape, unit: str, tokens: int, pairs: int, shares: tuple[int, ...]
+    ) -> float:
+        """Both passes of one unit on the slowest part of a stage."""
+        cp, total, slowest = len(shape.parts), sum(shares), 0.0
+        for part, share in zip(shape.parts, shares, strict=True):
+            for kind in part.kinds:
+                if unit == "layer":
+                    one = self._layer(
+                        kind, part.tp, cp, part.link, shape.link, tokens, pairs, "none", share / total
+                    )
+                else:
+                    one = self._unit(kind, part.tp, cp, unit, tokens, pairs, share / total)  # type: ignore[arg-type]
+                slowest = max(slowest, one.total)
+        return slowest
 
     def _warn(self, text: str) -> None:
         self.warnings[text] = None

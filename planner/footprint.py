@@ -46,6 +46,26 @@ class Local:
     composed_norm: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Bytes of one rank.
+
+    Attributes:
+        fixed: whatever does not come and go with micro-batches.
+        weights: what one micro-batch keeps in each chunk.
+        in_flight: micro-batches in each chunk at the peak.
+    """
+
+    fixed: int
+    weights: tuple[int, ...]
+    in_flight: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most at any time."""
+        return self.fixed + sum(a * b for a, b in zip(self.weights, self.in_flight, strict=True))
+
+
 class Footprint:
     """Bytes per rank for one model on one cluster."""
 
@@ -61,11 +81,11 @@ class Footprint:
         self.item, self.sequence_parallel = ITEM[precision], sequence_parallel
         self._layers: dict[tuple[Local, str], tuple[list[int], int]] = {}
         self._elements: dict[tuple[int, int, int, bool, bool, bool], tuple[int, int]] = {}
-        self._ranks: dict[tuple[object, ...], int] = {}
+        self._ranks: dict[tuple[object, ...], Parts] = {}
 
-    def per_rank(self, strategy: Strategy) -> dict[int, int]:
+    def per_rank(self, strategy: Strategy) -> dict[int, Parts]:
         """Bytes on the device of every working rank."""
-        found: dict[int, int] = {}
+        found: dict[int, Parts] = {}
         replicas = sum(len(p.stages[0].parts) for p in strategy.pipelines)
         whole = all(
             size == 1 for p in strategy.pipelines for s in p.stages for size in s.tensor_parallel_sizes
@@ -158,7 +178,7 @@ class Footprint:
 
     def _rank(
         self, strategy: Strategy, number: int, place: int, local: Local, replicas: int, whole: bool
-    ) -> int:
+    ) -> Parts:
         pipeline = strategy.pipelines[number]
         stage = pipeline.stages[place]
         first, last = place == 0, place == len(pipeline.stages) - 1
@@ -173,14 +193,14 @@ class Footprint:
         boundary = self._residual(local)
         flight, moved = self._flow(strategy, number, place)
         in_flight = flight([each.device + each.host for each in chunks])
-        total += sum(count * each.device for count, each in zip(in_flight, chunks, strict=True))
         total += moved * boundary
-        return total + max(
+        total += max(
             self._largest_step(local, bool(stage.layer_numbers), first, last)
             + each.again
             + FETCHED_AHEAD * each.largest
             for each in chunks
         )
+        return Parts(total, tuple(each.device for each in chunks), in_flight)
 
     def _states(self, own: int, held: int, cut: bool, offload: bool) -> int:
         apart = cut or offload

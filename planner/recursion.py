@@ -33,17 +33,21 @@ class Order:
     last: tuple[int, ...]
 
     def run(
-        self, seconds: Sequence[float], travel: Sequence[float], ready: Sequence[float]
+        self, seconds: Sequence[float], travel: Sequence[float], ready: Sequence[float], late: bool = True
     ) -> tuple[float, ...]:
-        """When every stage is done: `seconds` by slot, `travel` by boundary, no stage starts before it is `ready`."""
+        """When every stage is done: `seconds` by slot, `travel` by boundary, no stage starts before it is `ready`.
+
+        `late`: a message travels once its receiver has come to where it is needed, because only then it is asked for,
+        as schedules of one chunk per stage are lowered; otherwise as soon as it is sent.
+        """
         ends = [0.0] * (len(self.entries) + 1)
         starts = [ready[stage] for stage, _, _ in self.slots]
         for number, (before, need, slot, boundary, _) in enumerate(self.entries):
-            start = ends[before]
-            if before < 0:
-                start = starts[slot]
+            start = ends[before] if before >= 0 else starts[slot]
             arrived = ends[need]
             if boundary >= 0:
+                if late and start > arrived:
+                    arrived = start
                 arrived += travel[boundary]
             if arrived > start:
                 start = arrived
@@ -51,15 +55,21 @@ class Order:
         return tuple(ends[number] for number in self.last)
 
     def run_varied(
-        self, seconds: Sequence[Sequence[float]], travel: Sequence[Sequence[float]], ready: Sequence[float]
+        self,
+        seconds: Sequence[Sequence[float]],
+        travel: Sequence[Sequence[float]],
+        ready: Sequence[float],
+        late: bool = True,
     ) -> tuple[float, ...]:
         """The same where times differ by micro-batch: `seconds[slot][micro_batch]`, `travel[boundary][micro_batch]`."""
         ends = [0.0] * (len(self.entries) + 1)
         starts = [ready[stage] for stage, _, _ in self.slots]
         for number, (before, need, slot, boundary, micro_batch) in enumerate(self.entries):
-            start = starts[slot] if before < 0 else ends[before]
+            start = ends[before] if before >= 0 else starts[slot]
             arrived = ends[need]
             if boundary >= 0:
+                if late and start > arrived:
+                    arrived = start
                 arrived += travel[boundary][micro_batch]
             ends[number] = max(start, arrived) + seconds[slot][micro_batch]
         return tuple(ends[number] for number in self.last)

@@ -140,36 +140,47 @@ def _slowest(cluster: Cluster, ranks: Sequence[int]) -> Link:
     return min(links, key=bytes_per_second)
 
 
-def finish(
+Reduced = tuple[Segment, float, float]
+"""A segment, and when its reduction starts and ends."""
+
+
+def reductions(
     segments: Sequence[Segment], ends: Sequence[Sequence[float]], backward: Sequence[Sequence[float]]
-) -> list[list[float]]:
-    """When every stage has all its gradients, given when its last backward ends and how long that takes.
+) -> list[Reduced]:
+    """When every segment is reduced, given when every stage's last backward ends and how long that takes.
 
     A stage reduces its segments one after the other, last layers first; all members of a segment start together.
     """
-    free = [[0.0] * len(own) for own in ends]
+    free: dict[Member, float] = {}
     layers: dict[Member, int] = {}
     done: dict[Member, int] = {}
     for segment in segments:
         for member in set(segment.members):
             layers[member] = layers.get(member, 0) + segment.layers
+    found = []
     for segment in reversed(segments):
         begin = complete = 0.0
-        for pipeline, stage in segment.members:
-            member = (pipeline, stage)
-            end, last = ends[pipeline][stage], backward[pipeline][stage]
+        for member in segment.members:
+            end, last = ends[member[0]][member[1]], backward[member[0]][member[1]]
             own, before = max(1, layers[member]), done.get(member, 0)
-            first = before + segment.layers / segment.pieces
             done[member] = before + segment.layers
-            begin = max(begin, free[pipeline][stage], end - last * (1 - min(1.0, first / own)))
-            complete = max(complete, end - last * (1 - min(1.0, done[member] / own)))
-            if not segment.layers:
-                begin = max(begin, end - last if segment.early else end)
-                complete = begin
+            if segment.layers:
+                first = end - last * (1 - min(1.0, (before + segment.layers / segment.pieces) / own))
+                whole = end - last * (1 - min(1.0, done[member] / own))
+            else:
+                first = whole = end - last if segment.early else end
+            begin = max(begin, free.get(member, 0.0), first)
+            complete = max(complete, whole)
         over = max(begin + segment.reduce, complete + segment.reduce / segment.pieces)
+        free.update(dict.fromkeys(segment.members, over))
+        found.append((segment, begin, over))
+    return found
+
+
+def finish(reduced: Sequence[Reduced], ends: Sequence[Sequence[float]]) -> list[list[float]]:
+    """When every stage has computed all and has all its gradients."""
+    found = [list(own) for own in ends]
+    for segment, _, over in reduced:
         for pipeline, stage in segment.members:
-            free[pipeline][stage] = over
-    return [
-        [max(end, at) for end, at in zip(own, freed, strict=True)]
-        for own, freed in zip(ends, free, strict=True)
-    ]
+            found[pipeline][stage] = max(found[pipeline][stage], over)
+    return found
