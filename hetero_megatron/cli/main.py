@@ -89,6 +89,33 @@ def explain(
 
 
 @app.command()
+def simulate(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Write a trace that ui.perfetto.dev opens."),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Draw the timeline of every stage.")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="FILE", help="Times that `profile` has measured."),
+    ] = None,
+) -> None:
+    """Predict a step: its time, where each rank's time and memory go, and how far it is from the bound."""
+    from hetero_megatron.recipe import load_recipe
+
+    checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
+    from hetero_megatron.cli import simulate as command
+
+    command.run(checked, as_json=as_json, trace=trace, png=png, profile=profile)
+
+
+@app.command()
 def switch(
     before: Annotated[Path, typer.Argument(metavar="FROM", help="The recipe that runs now.")],
     after: Annotated[Path, typer.Argument(metavar="TO", help="The recipe that runs next.")],
