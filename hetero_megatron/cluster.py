@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from hetero_megatron.device_specs import SPECS
 from hetero_megatron.errors import ClusterError
 
 GPUS_PER_NODE = 8
@@ -40,14 +41,9 @@ class Device:
     node: int
 
 
-# Memory and FLOP/s of H800 and H20: paper Table 7. The CPU row stands for this machine and promises nothing.
 KINDS = {
-    kind.name: kind
-    for kind in (
-        DeviceKind("h800", 81559 * 2**20, 990e12, Link("nvlink", 400.0)),
-        DeviceKind("h20", 97871 * 2**20, 148e12, Link("nvlink", 900.0)),
-        DeviceKind("cpu", 4 * 2**30, 1e11, Link("loopback", 3.0)),
-    )
+    spec.name: DeviceKind(spec.name, spec.memory_bytes, spec.flops, Link(spec.link, spec.link_gb_per_s))
+    for spec in SPECS
 }
 INFINIBAND = Link("ib", 50.0)
 

@@ -47,7 +47,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "rank 0 is a 'h20'; the cluster knows ['cpu']",
     ),
     (lambda: Cluster((), ()), "a cluster needs at least one device"),
-    (lambda: Cluster.of_nodes({"v100": 1}), "device kind 'v100' is unknown; known: ['cpu', 'h20', 'h800']"),
+    (
+        lambda: Cluster.of_nodes({"v100": 1}),
+        "device kind 'v100' is unknown; known: ['a100-40', 'a100-80', 'a800', ",
+    ),
     (lambda: Cluster.local_cpu(4).without([2]).device(2), "rank 2 is not in the cluster (ranks 0-1, 3)"),
     (lambda: Cluster.local_cpu(4).without([4]), "rank 4 is not in the cluster (ranks 0-3)"),
 ]

@@ -89,6 +89,57 @@ def explain(
 
 
 @app.command()
+def simulate(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Write a trace that ui.perfetto.dev opens."),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Draw the timeline of every stage.")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="FILE", help="Times that `profile` has measured."),
+    ] = None,
+) -> None:
+    """Predict a step: its time, where each rank's time and memory go, and how far it is from the bound."""
+    from hetero_megatron.recipe import load_recipe
+
+    checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
+    from hetero_megatron.cli import simulate as command
+
+    command.run(checked, as_json=as_json, trace=trace, png=png, profile=profile)
+
+
+@app.command()
+def profile(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    settings: Settings = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where the profile is written.")
+    ] = None,
+    tp: Annotated[str, typer.Option("--tp", help="Degrees of tensor parallelism, such as 1,2.")] = "",
+    cp: Annotated[str, typer.Option("--cp", help="Degrees of context parallelism.")] = "",
+    tokens: Annotated[str, typer.Option("--tokens", help="Tokens of a micro-batch, such as 2048,4096.")] = "",
+    lengths: Annotated[str, typer.Option("--lengths", help="Lengths of documents.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is repeated.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the units of a model and the links on this machine, for `simulate` and the planner."""
+    from hetero_megatron.recipe import load_recipe
+
+    checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
+    from hetero_megatron.cli import profile as command
+
+    command.run(checked, output, as_json, tp, cp, tokens, lengths, rounds)
+
+
+@app.command()
 def switch(
     before: Annotated[Path, typer.Argument(metavar="FROM", help="The recipe that runs now.")],
     after: Annotated[Path, typer.Argument(metavar="TO", help="The recipe that runs next.")],
