@@ -408,6 +408,11 @@ class Costs:
             for rank, parts in self._footprint.per_rank(strategy).items()
         }
 
+    @property
+    def footprint(self) -> Footprint:
+        """The account of device memory."""
+        return self._footprint
+
     def _reserved(self, rank: int) -> int:
         return int(self.profiles.reserved_bytes.get(self.cluster.kind(rank).name, 0))
 

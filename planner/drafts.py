@@ -69,6 +69,12 @@ class Drafts:
         """What any plan on these blocks takes at least: all layers of all rows over the speed of all blocks."""
         return self._work / sum(map(self.speed, blocks))
 
+    def likely_seconds(self, sketch: Sketch) -> float:
+        """The same with the bubble of equal stages: what a well balanced plan of these lanes takes."""
+        depth = max(map(len, sketch.lanes))
+        each = self.prices.problem.global_batch_size / sketch.rows / len(sketch.lanes)
+        return self.least_seconds(sketch.blocks) * (1 + (depth - 1) / max(1.0, each))
+
     def bound(self) -> float:
         """What any plan on this cluster takes at least: every device at the best speed that it has in any block."""
         supply, blocks = self.prices.problem.supply, self.prices.problem.blocks

@@ -14,11 +14,19 @@ from hetero_megatron.planner.seeds import sketches
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is looked at: starts that are climbed from, changes in a row, and sketches worked out in all."""
+    """How much is looked at.
 
-    starts: int = 8
+    Attributes:
+        seeds: first sketches that are worked out, the likeliest first.
+        starts: how many of them are climbed from.
+        climbs: changes in a row.
+        sketches: worked out in all.
+    """
+
+    seeds: int = 250
+    starts: int = 5
     climbs: int = 12
-    sketches: int = 6000
+    sketches: int = 1500
 
 
 def guided(drafts: Drafts, zero: int, effort: Effort, more: Iterable[Sketch] = ()) -> list[Draft]:
@@ -27,11 +35,8 @@ def guided(drafts: Drafts, zero: int, effort: Effort, more: Iterable[Sketch] = (
     speed = {block: drafts.speed(block) for own in problem.blocks.values() for block in own}
     found: dict[Sketch, Draft] = {}
     best = float("inf")
-    starts = [*more, *sketches(problem, speed, zero)]
-    # Those that could be best are looked at first, which spares most others.
-    for sketch in sorted(starts, key=lambda each: drafts.least_seconds(each.blocks)):
-        if len(found) >= effort.sketches:
-            break
+    starts = sorted(sketches(problem, speed, zero), key=drafts.likely_seconds)
+    for sketch in (*more, *starts[: effort.seeds]):
         draft = drafts.draft(sketch) if drafts.least_seconds(sketch.blocks) < best else None
         if draft is not None:
             found[sketch] = draft

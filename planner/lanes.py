@@ -4,10 +4,10 @@ A lane is a pipeline before its stages have ranks. Lanes of the same blocks are 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass
 
-from hetero_megatron.planner.level_two import PipelineLoad, StageLoad, closed_form, split_layers
+from hetero_megatron.memory import SENDING_PER_STAGE
+from hetero_megatron.planner.level_two import PipelineLoad, StageLoad, closed_form, split_layers, without_limits
 from hetero_megatron.planner.prices import Prices, Where, travels
 from hetero_megatron.planner.problem import Block
 from hetero_megatron.planner.recursion import order_of
@@ -15,6 +15,9 @@ from hetero_megatron.planner.recursion import order_of
 Blocks = tuple[Block, ...]
 PERIODS = 4
 """Beyond this many times its depth, a pipeline's seconds grow by its slowest stage's with every micro-batch."""
+QUICK_PERIODS = 2
+NEAR = 1.005
+"""A quick search does not look for recomputation that could gain less than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,10 @@ class Setting:
 class Lanes:
     """Lanes under one problem, each worked out once."""
 
-    def __init__(self, prices: Prices) -> None:
+    def __init__(self, prices: Prices, quick: bool = True) -> None:
+        """`quick` trades the last half percent of a lane for speed."""
         self.prices = prices
+        self.quick = quick
         self.worked_out = 0
         self._known: dict[tuple[Blocks, Setting, int], Lane | None] = {}
 
@@ -64,14 +69,15 @@ class Lanes:
     ) -> tuple[StageLoad, ...]:
         """What each stage costs, sending to its neighbours included where it waits for that."""
         depth, widest = len(blocks), max(block.tp for block in blocks)
-        # What memory holds does not change beyond that.
-        held = min(micro_batches, 2 * depth)
-        return tuple(
-            self.prices.load(
-                Where(block, place, depth, widest, setting.rows, held, setting.replicas, setting.zero), recompute
-            )
-            for place, block in enumerate(blocks)
-        )
+        found = []
+        for place, block in enumerate(blocks):
+            first, last = place == 0, place == depth - 1
+            where = Where(block, first, last, widest, setting.rows, setting.replicas, setting.zero)
+            sides = (not first) + (not last)
+            moved = min(sides * micro_batches, SENDING_PER_STAGE * depth) + min(1, sides)
+            flight = min(micro_batches, depth - place)
+            found.append(self.prices.load(where, flight, moved, recompute))
+        return tuple(found)
 
     def _best(self, blocks: Blocks, setting: Setting, micro_batches: int) -> Lane | None:
         total, m = self.prices.problem.config.num_layers, max(1, micro_batches)
@@ -80,22 +86,23 @@ class Lanes:
         found: list[tuple[float, str, tuple[int, ...], tuple[int, ...]]] = []
         for recompute in ("none", *self.prices.problem.choices.recompute):
             loads = self.loads(blocks, setting, m, recompute)
-            layers = split_layers(total, loads, m)
+            layers = split_layers(total, loads, m, self.quick)
             if layers is not None:
                 again = tuple(load.recomputed(n) for load, n in zip(loads, layers, strict=True))
                 found.append((closed_form(loads, layers, m), recompute, layers, again))
-                if recompute == "none" and layers == self._unlimited(blocks, setting, m):
+                if recompute == "none" and self._is_near(loads, layers, m):
                     break
         if not found:
             return None
         _, recompute, layers, again = min(found)
-        return Lane(blocks, setting.rows, layers, recompute, again, self.load(blocks, setting.rows, layers, again, recompute, m))
+        load = self.load(blocks, setting.rows, layers, again, recompute, m)
+        return Lane(blocks, setting.rows, layers, recompute, again, load)
 
-    def _unlimited(self, blocks: Blocks, setting: Setting, micro_batches: int) -> tuple[int, ...] | None:
-        """The split that would be best if memory had no limits: what no recomputation can improve on."""
-        loads = self.loads(blocks, setting, micro_batches, "none")
-        free = [replace(load, room_bytes=inf) for load in loads]
-        return split_layers(self.prices.problem.config.num_layers, free, micro_batches)
+    def _is_near(self, loads: Sequence[StageLoad], layers: Sequence[int], micro_batches: int) -> bool:
+        """Whether recomputation cannot help, or not by much where the search is quick."""
+        free = without_limits(self.prices.problem.config.num_layers, loads, micro_batches)
+        least = closed_form([load.free for load in loads], free, micro_batches)
+        return closed_form(loads, layers, micro_batches) <= least * (NEAR if self.quick else 1.0)
 
     def load(
         self,
@@ -137,7 +144,7 @@ class Lanes:
         depth, m = len(blocks), micro_batches
         if depth == 1:
             return m * sum(seconds[0])
-        counted = min(m, PERIODS * depth)
+        counted = min(m, (QUICK_PERIODS if self.quick else PERIODS) * depth)
         order = order_of("1f1b", depth, counted)
         own = [seconds[stage][kind == "B"] for stage, kind, _ in order.slots]
         between = travels(self.prices, blocks, rows)

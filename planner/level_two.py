@@ -6,7 +6,8 @@ This is what runs inside level 1, thousands of times; `level_two_ilp` says the s
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, inf
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from hetero_megatron.errors import PlannerError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageLoad:
     """What a stage costs, per micro-batch, and what its memory takes.
 
@@ -54,6 +55,26 @@ class StageLoad:
             self.fixed + self.per_layer * layers + (self.again - self.per_layer) * self.recomputed(layers)
         )
 
+    def table(self, total: int) -> list[float]:
+        """Seconds of 1, 2, ... layers, as many as fit."""
+        tables = self._tables
+        if total not in tables:
+            most = self.most(total)
+            if self.is_straight(most):
+                tables[total] = [self.fixed + self.per_layer * n for n in range(1, most + 1)]
+            else:
+                tables[total] = [self.seconds(n) for n in range(1, most + 1)]
+        return tables[total]
+
+    @cached_property
+    def free(self) -> "StageLoad":
+        """The same if memory had no limit."""
+        return self if self.room_bytes == inf else StageLoad(self.fixed, self.per_layer)
+
+    @cached_property
+    def _tables(self) -> dict[int, list[float]]:
+        return {}
+
     def is_straight(self, total: int) -> bool:
         """Whether no number of layers up to `total` that fits needs recomputation."""
         return not self.again or self.layer_bytes * total <= self.room_bytes
@@ -77,24 +98,25 @@ def closed_form(stages: Sequence[StageLoad], layers: Sequence[int], micro_batche
     return (micro_batches - 1) * max(seconds) + sum(seconds)
 
 
-def split_layers(total: int, stages: Sequence[StageLoad], micro_batches: int) -> tuple[int, ...] | None:
+def split_layers(
+    total: int, stages: Sequence[StageLoad], micro_batches: int, quick: bool = False
+) -> tuple[int, ...] | None:
     """Layers of each stage, one at least, that minimise `closed_form`; None where they do not fit into memory.
 
     Exact: for every value that the slowest stage can take, the split of least sum among those within that value.
     Where no stage recomputes, layers go to the cheapest stages first, as many as that value and memory allow;
-    moving a layer from there to another stage saves nothing. Where one does, a dynamic program over stages.
+    moving a layer from there to another stage saves nothing. Where one does, a dynamic program over stages, or with
+    `quick` first all kept layers and then all recomputed ones, cheapest first, which may miss the best by a layer.
     """
     mosts = [stage.most(total) for stage in stages]
     if min(mosts) < 1 or sum(mosts) < total or total < len(stages):
         return None
-    free = [replace(stage, room_bytes=inf) for stage in stages]
     if any(stage.room_bytes < inf for stage in stages):
         # Where the best split without limits fits and recomputes nothing, no limit changes it.
-        layers = split_layers(total, free, micro_batches)
-        assert layers is not None, "there is at least one layer for each stage"
+        layers = without_limits(total, stages, micro_batches)
         if all(stage.layer_bytes * n <= stage.room_bytes for stage, n in zip(stages, layers, strict=True)):
             return layers
-    tables = [[stage.seconds(n) for n in range(1, most + 1)] for stage, most in zip(stages, mosts, strict=True)]
+    tables = [stage.table(total) for stage in stages]
     straight = all(stage.is_straight(total) for stage in stages)
     order = sorted(range(len(stages)), key=lambda s: (stages[s].per_layer, s))
 
@@ -102,7 +124,9 @@ def split_layers(total: int, stages: Sequence[StageLoad], micro_batches: int) ->
         rooms = [bisect_right(table, slowest) for table in tables]
         if min(rooms) < 1 or sum(rooms) < total:
             return None
-        return _greedy(total, rooms, order) if straight else _by_dynamic_program(total, rooms, tables)
+        if straight:
+            return _greedy(total, rooms, order)
+        return _in_two_rounds(total, rooms, stages) if quick else _by_dynamic_program(total, rooms, tables)
 
     def value(layers: tuple[int, ...]) -> tuple[float, float]:
         seconds = [table[n - 1] for table, n in zip(tables, layers, strict=True)]
@@ -121,6 +145,14 @@ def split_layers(total: int, stages: Sequence[StageLoad], micro_batches: int) ->
             found = (micro_batches - 1) * top + all_of_them, layers
             best = found if best is None else min(best, found)
     return None if best is None else best[1]
+
+
+def without_limits(total: int, stages: Sequence[StageLoad], micro_batches: int) -> tuple[int, ...]:
+    """The best split if memory had no limits: no limit and no recomputation can improve on it."""
+    free = [stage.free for stage in stages]
+    layers = split_layers(total, free, micro_batches)
+    assert layers is not None, "there is at least one layer for each stage"
+    return layers
 
 
 def _slowest_values(total: int, tables: Sequence[Sequence[float]]) -> list[float]:
@@ -144,6 +176,23 @@ def _greedy(total: int, rooms: Sequence[int], order: Sequence[int]) -> tuple[int
         more = min(rooms[s] - 1, left)
         layers[s] += more
         left -= more
+    return tuple(layers)
+
+
+def _in_two_rounds(total: int, rooms: Sequence[int], stages: Sequence[StageLoad]) -> tuple[int, ...]:
+    """One layer each, then layers that can be kept, then layers for which others are recomputed; cheapest first."""
+    offers: list[tuple[float, int, int]] = []
+    for s, (room, stage) in enumerate(zip(rooms, stages, strict=True)):
+        kept = min(room, int(stage.room_bytes / stage.layer_bytes)) if stage.layer_bytes else room
+        offers.append((stage.per_layer, s, max(0, kept - 1)))
+        if room > max(kept, 1):
+            more = (stage.seconds(room) - stage.seconds(max(kept, 1))) / (room - max(kept, 1))
+            offers.append((more, s, room - max(kept, 1)))
+    layers, left = [1] * len(rooms), total - len(rooms)
+    for _, s, room in sorted(offers):
+        taken = min(room, left)
+        layers[s] += taken
+        left -= taken
     return tuple(layers)
 
 

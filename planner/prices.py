@@ -4,13 +4,14 @@ All numbers come from the cost model; here they are only asked for once each.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_megatron.cluster import Link
 from hetero_megatron.planner.cost import Costs
+from hetero_megatron.planner.footprint import Local
 from hetero_megatron.planner.level_two import StageLoad
 from hetero_megatron.planner.problem import Block, Problem
-from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
+from hetero_megatron.strategy import Recompute, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,58 +29,38 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A stage's place, as far as its memory depends on it.
+    """A stage's place, as far as its costs depend on it.
 
     Attributes:
-        place, depth: of the pipeline, stages counted from 0.
         widest: the largest tensor-parallel degree of the pipeline, to whose multiple tokens are padded.
-        micro_batches: of the pipeline.
         replicas: copies of the model, over which ZeRO-1 cuts states.
     """
 
     block: Block
-    place: int
-    depth: int
+    first: bool
+    last: bool
     widest: int
     rows: int
-    micro_batches: int
     replicas: int
     zero: int
 
-    @property
-    def first(self) -> bool:
-        """Whether it holds the embedding."""
-        return self.place == 0
 
-    @property
-    def last(self) -> bool:
-        """Whether it holds the head."""
-        return self.place == self.depth - 1
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A stage's memory as straight lines.
 
+    Attributes:
+        fixed, per_layer: whatever the schedule.
+        kept, kept_per_layer, again_per_layer: of each micro-batch in flight; of a layer that is kept, or recomputed.
+        boundary: of each activation or gradient that is sent or received.
+    """
 
-class _Sample:
-    """Strategies with a few layers at one place, made for the memory account only: ranks stand for kinds."""
-
-    def __init__(self, prices: "Prices", where: Where) -> None:
-        self._prices, self._where = prices, where
-        self._ranks = prices.some_ranks(where.block)
-
-    def bytes(self, kept: int, again: int, recompute: str) -> int:
-        where = self._where
-        layers = (where.place, where.place + kept + again - 1)
-        entries = (Recompute(recompute, (layers[0] + kept, layers[1])),) if again else ()
-        block, ranks = where.block, self._ranks
-        own = Stage(ranks, layers, block.tp, block.cp, entries)
-        # Fillers keep the depth, the parts and the padding; their own bytes are not looked at.
-        spare = self._prices.rank_outside(ranks)
-        filler = Stage((spare,) * (where.widest * block.cp), (0, 0), where.widest, block.cp)
-        stages = tuple(own if place == where.place else filler for place in range(where.depth))
-        pipelines = [Pipeline(where.micro_batches, where.rows, stages)]
-        others = where.replicas - block.cp
-        if others > 0:
-            other = Stage((spare,) * others, (0, 0), 1, others)
-            pipelines.append(Pipeline(1, 1, (other,)))
-        return self._prices.costs.memory(Strategy(tuple(pipelines), where.zero))[ranks[0]]
+    fixed: int
+    per_layer: int
+    kept: int
+    kept_per_layer: int
+    again_per_layer: int
+    boundary: int
 
 
 class Prices:
@@ -91,8 +72,9 @@ class Prices:
         self._layers: dict[tuple[Block, int, str], Pair] = {}
         self._ends: dict[tuple[Block, int, bool], Pair] = {}
         self._travel: dict[tuple[Block, Block, int, bool], float] = {}
-        self._loads: dict[tuple[Where, str], StageLoad] = {}
-        self._samples: dict[Where, _Sample] = {}
+        self._loads: dict[tuple[Where, int, int, str], StageLoad] = {}
+        self._bytes: dict[tuple[Where, str], Bytes] = {}
+        self._cuts: dict[tuple[Block, bool, bool, int, bool], tuple[int, int]] = {}
 
     def lengths(self, rows: int) -> tuple[int, ...]:
         """Documents of a micro-batch: rows that are full."""
@@ -140,60 +122,91 @@ class Prices:
         """The least that sending can take: in one node where one could hold both."""
         return min(self.travel(sender, receiver, rows, near) for near in (True, False))
 
-    def load(self, where: "Where", recompute: str) -> StageLoad:
-        """What a stage there costs, `recompute`d where memory asks for it, or `none`.
+    def load(self, where: Where, flight: int, moved: int, recompute: str) -> StageLoad:
+        """What a stage there costs with so many micro-batches and boundary tensors held at a time.
 
-        Bytes come from the cost model's own account of stages with few layers: it is linear in layers, but for the
-        first kept and the first recomputed one.
+        Layers are `recompute`d where memory asks for it, or never under `none`.
         """
-        key = (where, recompute)
+        key = (where, flight, moved, recompute)
         if key not in self._loads:
-            self._loads[key] = self._load(where, recompute)
+            self._loads[key] = self._load(where, flight, moved, recompute)
         return self._loads[key]
 
-    def _load(self, where: "Where", recompute: str) -> StageLoad:
+    def _load(self, where: Where, flight: int, moved: int, recompute: str) -> StageLoad:
         block, rows = where.block, where.rows
         fixed = self.end(block, rows, False).total if where.first else 0.0
         fixed += self.end(block, rows, True).total if where.last else 0.0
-        # Kept layers and recomputed layers of the samples, and the bytes of each.
-        kept = self._bytes(where, 1, 0, "none")
-        each = self._bytes(where, 2, 0, "none") - kept
-        room = self.room(block.kind)
+        size = self.bytes(where, recompute)
+        room = self.room(block.kind) - size.fixed - flight * size.kept - moved * size.boundary
+        each = size.per_layer + flight * size.kept_per_layer
         if recompute == "none":
-            return StageLoad(fixed, self.layer(block, rows).total, each, room - (kept - each))
-        mixed = self._bytes(where, 1, 1, recompute)
-        again = self._bytes(where, 1, 2, recompute) - mixed
+            return StageLoad(fixed, self.layer(block, rows).total, each, room)
+        again = size.per_layer + flight * size.again_per_layer
         return StageLoad(
             fixed,
             self.layer(block, rows).total,
             each,
-            room - (mixed - each - again),
+            room,
             self.layer(block, rows, recompute).total,
             again,
         )
 
     def room(self, kind: str) -> float:
         """Bytes of a device that a plan may fill."""
-        return next(each.memory_bytes for each in self.problem.cluster.kinds if each.name == kind)
+        memory = next(each.memory_bytes for each in self.problem.cluster.kinds if each.name == kind)
+        return memory - self.costs.profiles.reserved_bytes.get(kind, 0)
 
-    def _bytes(self, where: "Where", kept: int, again: int, recompute: str) -> float:
-        """What the cost model says of so few layers at this place of a pipeline."""
-        if where not in self._samples:
-            self._samples[where] = _Sample(self, where)
-        return self._samples[where].bytes(kept, again, recompute)
+    def bytes(self, where: Where, recompute: str) -> Bytes:
+        """The cost model's account of stages with one and two layers, as lines: it is straight from there on."""
+        key = (where, recompute)
+        if key not in self._bytes:
+            self._bytes[key] = self._lines(where, recompute)
+        return self._bytes[key]
 
-    def rank_outside(self, ranks: Sequence[int]) -> int:
-        """Some other rank; a stage that has all ranks is alone, and nobody asks."""
-        return next((rank for rank in self.problem.cluster.ranks if rank not in ranks), ranks[0])
+    def _lines(self, where: Where, recompute: str) -> Bytes:
+        # Neither do states depend on tokens, nor activations on how states are cut.
+        base = replace(where, replicas=1, zero=0)
+        if where != base:
+            own = self.bytes(base, recompute)
+            fixed, per_layer = self._cutting(where)
+            return replace(own, fixed=own.fixed + fixed, per_layer=own.per_layer + per_layer)
+        one, two = self._ask(where, 1, 0, recompute), self._ask(where, 2, 0, recompute)
+        per_layer, kept_per_layer = two[0] - one[0], two[1] - one[1]
+        fixed, kept, again_per_layer = one[0] - per_layer, one[1] - kept_per_layer, 0
+        if recompute != "none":
+            mixed, more = self._ask(where, 1, 1, recompute), self._ask(where, 1, 2, recompute)
+            again_per_layer = more[1] - mixed[1]
+            fixed = max(fixed, mixed[0] - 2 * per_layer)
+            kept = max(kept, mixed[1] - kept_per_layer - again_per_layer)
+        return Bytes(fixed, per_layer, kept, kept_per_layer, again_per_layer, one[2])
 
-    def some_ranks(self, block: Block) -> tuple[int, ...]:
-        """Ranks that a block could have."""
-        own = [device for device in self.problem.cluster.devices if device.kind == block.kind]
-        for node in dict.fromkeys(device.node for device in own):
-            ranks = tuple(device.rank for device in own if device.node == node)
-            if len(ranks) >= block.ranks:
-                return ranks[: block.ranks]
-        return tuple(device.rank for device in own)[: block.ranks]
+    def _cutting(self, where: Where) -> tuple[int, int]:
+        """What cutting states over replicas changes: bytes, and bytes per layer."""
+        cut = where.replicas if where.zero else 1
+        key = (where.block, where.first, where.last, cut, where.widest == 1)
+        if key not in self._cuts:
+            some = replace(where, rows=self.problem.rows[0], widest=where.block.tp)
+            whole = (False, True) if where.widest == 1 else (False,)
+            changes = [
+                max(self._ask(some, layers, 0, "none", cut, each)[0] for each in whole)
+                - self._ask(some, layers, 0, "none")[0]
+                for layers in (1, 2)
+            ]
+            per_layer = changes[1] - changes[0]
+            self._cuts[key] = changes[0] - per_layer, per_layer
+        return self._cuts[key]
+
+    def _ask(
+        self, where: Where, kept: int, again: int, recompute: str, cut: int = 1, whole: bool = False
+    ) -> tuple[int, int, int]:
+        """The account of a stage of so many layers, the last `again` of them recomputed."""
+        block = where.block
+        share = -(-where.rows * self.problem.seq_length // block.cp)
+        widest = where.widest if self.costs.sequence_parallel else 1
+        local = Local(-(-share // widest) * widest, block.tp, block.kind == "cpu")
+        entries = (Recompute(recompute, (kept, kept + again - 1)),) if again else ()
+        stage = Stage((0,) * block.tp, (0, kept + again - 1), recompute=entries)
+        return self.costs.footprint.stage(stage, local, cut, where.first, where.last, whole)
 
     def _pair(self, sender: Block, receiver: Block, near: bool) -> tuple[Stage, Stage] | None:
         """Stages with ranks that lie as asked for, if the cluster has any."""
