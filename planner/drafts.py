@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from hetero_megatron.planner.lanes import Blocks, Lane, Lanes, Setting
 from hetero_megatron.planner.level_two import deal_micro_batches
@@ -54,6 +55,7 @@ class Drafts:
         self.lanes = Lanes(prices)
         self.known: dict[Sketch, Draft | None] = {}
         self._speeds: dict[Block, float] = {}
+        self._lane_speeds: dict[Blocks, float] = {}
         problem = prices.problem
         self._work = problem.config.num_layers * problem.global_batch_size
 
@@ -65,15 +67,20 @@ class Drafts:
             )
         return self._speeds[block]
 
-    def least_seconds(self, blocks: Sequence[Block]) -> float:
+    def least_seconds(self, sketch: Sketch) -> float:
         """What any plan on these blocks takes at least: all layers of all rows over the speed of all blocks."""
-        return self._work / sum(map(self.speed, blocks))
+        speed = 0.0
+        for lane, alike in groupby(sketch.lanes):
+            if lane not in self._lane_speeds:
+                self._lane_speeds[lane] = sum(map(self.speed, lane))
+            speed += self._lane_speeds[lane] * len(list(alike))
+        return self._work / speed
 
     def likely_seconds(self, sketch: Sketch) -> float:
         """The same with the bubble of equal stages: what a well balanced plan of these lanes takes."""
         depth = max(map(len, sketch.lanes))
         each = self.prices.problem.global_batch_size / sketch.rows / len(sketch.lanes)
-        return self.least_seconds(sketch.blocks) * (1 + (depth - 1) / max(1.0, each))
+        return self.least_seconds(sketch) * (1 + (depth - 1) / max(1.0, each))
 
     def bound(self) -> float:
         """What any plan on this cluster takes at least: every device at the best speed that it has in any block."""

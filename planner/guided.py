@@ -23,10 +23,10 @@ class Effort:
         sketches: worked out in all.
     """
 
-    seeds: int = 250
-    starts: int = 5
-    climbs: int = 12
-    sketches: int = 1500
+    seeds: int = 400
+    starts: int = 8
+    climbs: int = 16
+    sketches: int = 2500
 
 
 def guided(drafts: Drafts, zero: int, effort: Effort, more: Iterable[Sketch] = ()) -> list[Draft]:
@@ -37,7 +37,7 @@ def guided(drafts: Drafts, zero: int, effort: Effort, more: Iterable[Sketch] = (
     best = float("inf")
     starts = sorted(sketches(problem, speed, zero), key=drafts.likely_seconds)
     for sketch in (*more, *starts[: effort.seeds]):
-        draft = drafts.draft(sketch) if drafts.least_seconds(sketch.blocks) < best else None
+        draft = drafts.draft(sketch) if drafts.least_seconds(sketch) < best else None
         if draft is not None:
             found[sketch] = draft
             best = min(best, draft.seconds)
@@ -72,7 +72,7 @@ def _climb(
             if len(found) >= effort.sketches:
                 break
             limit = (better or now).seconds
-            if drafts.least_seconds(sketch.blocks) >= limit:
+            if drafts.least_seconds(sketch) >= limit:
                 continue
             draft = drafts.draft(sketch)
             if draft is not None:

@@ -5,6 +5,7 @@ All numbers come from the cost model; here they are only asked for once each.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from hetero_megatron.cluster import Link
 from hetero_megatron.planner.cost import Costs
@@ -107,20 +108,18 @@ class Prices:
         return self._ends[key]
 
     def travel(self, sender: Block, receiver: Block, rows: int, near: bool) -> float:
-        """Seconds from one stage to the next; `near` where both are in one node."""
+        """Seconds from one stage to the next, `near` where both are in one node; infinite where none could lie so."""
         key = (sender, receiver, rows, near)
         if key not in self._travel:
             pair = self._pair(sender, receiver, near)
-            self._travel[key] = (
-                self.travel(sender, receiver, rows, False)
-                if pair is None
-                else self.costs.boundary(*pair, rows * self.problem.seq_length)
-            )
+            tokens = rows * self.problem.seq_length
+            self._travel[key] = inf if pair is None else self.costs.boundary(*pair, tokens)
         return self._travel[key]
 
     def nearest(self, sender: Block, receiver: Block, rows: int) -> float:
         """The least that sending can take: in one node where one could hold both."""
-        return min(self.travel(sender, receiver, rows, near) for near in (True, False))
+        least = min(self.travel(sender, receiver, rows, near) for near in (True, False))
+        return 0.0 if least == inf else least
 
     def load(self, where: Where, flight: int, moved: int, recompute: str) -> StageLoad:
         """What a stage there costs with so many micro-batches and boundary tensors held at a time.
@@ -222,7 +221,7 @@ class Prices:
             return tuple(by_site.get((block.kind, node), ())[skip : skip + block.ranks])
 
         for a in nodes:
-            for b in [a] if near else [n for n in nodes if n != a] or [a]:
+            for b in [a] if near else [n for n in nodes if n != a]:
                 first = ranks(sender, a)
                 second = ranks(receiver, b, len(first) if near and sender.kind == receiver.kind else 0)
                 if len(first) == sender.ranks and len(second) == receiver.ranks:

@@ -17,7 +17,7 @@ LONG = 16384
 """Tokens of a row from which context parallelism is looked at, where nobody says otherwise."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, order=True)
 class Block:
     """The devices of one stage before they have ranks: `cp` parts of `tp` devices of one kind.
 
@@ -28,6 +28,14 @@ class Block:
     tp: int
     cp: int = 1
     spread: bool = False
+
+    def __post_init__(self) -> None:
+        # Blocks are looked up all the time.
+        object.__setattr__(self, "_hash", hash((self.kind, self.tp, self.cp, self.spread)))
+
+    def __hash__(self) -> int:
+        known: int = self._hash  # type: ignore[attr-defined]  # set once in __post_init__
+        return known
 
     @property
     def ranks(self) -> int:

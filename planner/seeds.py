@@ -1,12 +1,13 @@
 """Where the guided search starts: devices of each kind cut alike and dealt over a number of pipelines (paper A.1)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations, product
 
 from hetero_megatron.planner.drafts import Sketch
 from hetero_megatron.planner.lanes import Blocks
 from hetero_megatron.planner.problem import Block, Problem
 
+ALL_NUMBERS = 12
 MOST_COMBINATIONS = 64
 """Combinations of degrees over kinds that are tried in full; with more kinds, degrees are equal or one apart."""
 
@@ -56,21 +57,42 @@ def _dealt(
     problem: Problem, chosen: tuple[Block, ...], speed: Mapping[Block, float]
 ) -> Iterator[list[Blocks]]:
     counts = {block: problem.supply.room(block.kind, block.ranks) for block in chosen}
-    allowed = problem.choices.pipelines or range(1, problem.global_batch_size + 1)
-    most = sum(counts.values())
+    most = min(sum(counts.values()), problem.global_batch_size)
+    allowed = problem.choices.pipelines or _numbers(most, tuple(counts.values()))
     for pipelines in allowed:
         if pipelines > most:
             break
         shares = _shares(counts, pipelines, speed)
-        for order in permutations(chosen):
-            lanes = [tuple(block for block in order for _ in range(share[block])) for share in shares]
+        for order in _orders(chosen):
+            made = {share: _lane(order, dict(share)) for share in shares}
+            lanes = [made[share] for share in shares]
             if all(0 < len(lane) <= problem.config.num_layers for lane in lanes):
                 yield lanes
 
 
+def _numbers(most: int, counts: Sequence[int]) -> list[int]:
+    """All numbers of pipelines up to a dozen; beyond, those that some kind's blocks divide by, and one in six others."""
+    found, number = [], 1
+    for pipelines in range(1, most + 1):
+        if pipelines <= ALL_NUMBERS or pipelines >= number * 7 / 6 or all(n % pipelines == 0 for n in counts):
+            found.append(pipelines)
+            number = pipelines
+    return found
+
+
+def _orders(chosen: tuple[Block, ...]) -> Iterator[tuple[Block, ...]]:
+    """Every order of up to three kinds; of more, the turns of one order and of its reverse."""
+    if len(chosen) <= 3:
+        yield from permutations(chosen)
+        return
+    for one in (chosen, chosen[::-1]):
+        for n in range(len(one)):
+            yield one[n:] + one[:n]
+
+
 def _shares(
     counts: Mapping[Block, int], pipelines: int, speed: Mapping[Block, float]
-) -> list[dict[Block, int]]:
+) -> list[tuple[tuple[Block, int], ...]]:
     """As even as possible; what is left over goes to the lanes that are slowest so far, fast blocks first."""
     shares: list[dict[Block, int]] = [{} for _ in range(pipelines)]
     for block in sorted(counts, key=lambda block: (-speed[block], block)):
@@ -80,4 +102,8 @@ def _shares(
         slow = sorted(range(pipelines), key=lambda n: (sum(speed[b] * c for b, c in shares[n].items()), n))
         for n in slow[:over]:
             shares[n][block] += 1
-    return shares
+    return [tuple(share.items()) for share in shares]
+
+
+def _lane(order: tuple[Block, ...], counts: Mapping[Block, int]) -> Blocks:
+    return tuple(block for block in order for _ in range(counts[block]))
