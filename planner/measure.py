@@ -28,6 +28,7 @@ from hetero_megatron.layers.initial import initial_value, initial_values
 from hetero_megatron.layers.kernels import Facts, Kernels, choose_all
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.llama import Llama
+from hetero_megatron.pipeline.action import Action
 from hetero_megatron.planner.measure_parts import (
     embedding_seconds,
     reserved_bytes,
@@ -221,13 +222,13 @@ class _Timed:
             dtype,
             kernels.load(),
         )
-        self.multiple = program.token_multiple(0)
+        self.multiple, self.vocab_size = program.token_multiple(0), model.config.vocab_size
         self.elements = sum(slot.elements for slot in self.session.state.slots)
         self._seconds: dict[str, list[float]] = {}
         self._compute = self.session.stage.compute
         self.session.stage.compute = self._timed  # type: ignore[method-assign]  # the same call, with a watch
 
-    def _timed(self, action, batches):  # type: ignore[no-untyped-def]  # as BoundStage.compute
+    def _timed(self, action: Action, batches: Sequence[MicroBatch]) -> torch.Tensor | None:
         synchronize(self.device)
         began = time.perf_counter()
         loss = self._compute(action, batches)
@@ -305,8 +306,7 @@ class _Rank:
 
     def _batches(self, size: Size) -> list[MicroBatch]:
         tokens, length = size
-        vocab = self.runs[FEW].modules["embedding"].weight.shape[0] * self.degree[0]  # type: ignore[index,operator,union-attr]
-        ids = np.random.default_rng(0).integers(0, vocab, tokens + 1)
+        ids = np.random.default_rng(0).integers(0, self.runs[FEW].vocab_size, tokens + 1)
         pieces = [
             Piece(
                 number,
