@@ -36,7 +36,7 @@ from hetero_megatron.planner.measure_parts import (
     transfers,
     weight_gradient_seconds,
 )
-from hetero_megatron.planner.profiles import Measurement, Profiles, Transfer, Update
+from hetero_megatron.planner.profiles import Kept, Measurement, Profiles, Transfer, Update
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.launch import Rendezvous, fork_ranks, preload
@@ -121,6 +121,7 @@ def measure(
             measurements=found.measurements + measurements,
             transfers=found.transfers
             + tuple(each for each in moved if (each.link, each.operation, each.ranks) not in known),
+            kept=found.kept + tuple(Kept(**each) for each in raw["kept"]),
             updates=found.updates + (updates if tp * cp == 1 or not found.updates else ()),
             reserved_bytes=dict(found.reserved_bytes) | {device_kind: max(raw["reserved"], 0)},
         )
@@ -225,13 +226,34 @@ class _Timed:
         self.multiple, self.vocab_size = program.token_multiple(0), model.config.vocab_size
         self.elements = sum(slot.elements for slot in self.session.state.slots)
         self._seconds: dict[str, list[float]] = {}
+        self._watch: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._compute = self.session.stage.compute
         self.session.stage.compute = self._timed  # type: ignore[method-assign]  # the same call, with a watch
+
+    def kept_bytes(self, batch: MicroBatch) -> int:
+        """Bytes that autograd keeps of a micro-batch between forward and backward; weights are not counted."""
+        weights = self.session.state.compute.untyped_storage().data_ptr()
+        seen: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() != weights:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        self._watch = keep
+        self.step([batch] * 2)
+        self._watch = None
+        return sum(seen.values())
 
     def _timed(self, action: Action, batches: Sequence[MicroBatch]) -> torch.Tensor | None:
         synchronize(self.device)
         began = time.perf_counter()
-        loss = self._compute(action, batches)
+        if self._watch is not None and action == Action("F", 0):
+            with torch.autograd.graph.saved_tensors_hooks(self._watch, lambda tensor: tensor):
+                loss = self._compute(action, batches)
+        else:
+            loss = self._compute(action, batches)
         synchronize(self.device)
         self._seconds[action.kind].append(time.perf_counter() - began)
         return loss
@@ -291,6 +313,7 @@ class _Rank:
         found: list[Measurement] = []
         for size in experiment.sizes:
             found += self._units(size, values, batches[size][0])
+        kept = [each for size in experiment.sizes for each in self._kept(size, batches[size][0])]
         whole = {layers: min(values[layers, size, 2] for size in experiment.sizes) for layers in self.runs}
         updates = [
             Update(self.kind, self.precision, run.elements, whole[layers])
@@ -300,6 +323,7 @@ class _Rank:
         return {
             "measurements": [asdict(each) for each in found],
             "updates": [asdict(each) for each in updates],
+            "kept": [asdict(each) for each in kept],
             "transfers": [asdict(each) for each in moved],
             "reserved": reserved_bytes(world.device),
         }
@@ -317,6 +341,15 @@ class _Rank:
         ]
         one = pack(pieces, self.runs[FEW].multiple, self.world.device)
         return [one] * self.experiment.micro_batches
+
+    def _kept(self, size: Size, batch: MicroBatch) -> list[Kept]:
+        """What a layer keeps, and the rest as the head's; the same on all ranks of a degree."""
+        few, more = (self.runs[layers].kept_bytes(batch) for layers in (FEW, MORE))
+        layer = (more - few) // (MORE - FEW)
+        return [
+            Kept(self.kind, self.precision, unit, *self.degree, *size, amount)  # type: ignore[arg-type]
+            for unit, amount in (("layer", layer), ("head", max(0, few - layer)))
+        ]
 
     def _units(
         self, size: Size, values: Mapping[tuple[int, Size, int], float], batch: MicroBatch
