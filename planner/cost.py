@@ -111,7 +111,7 @@ class Costs:
         self._shapes: dict[Stage, StageShape] = {}
         self._chunks: dict[tuple[object, ...], Seconds] = {}
         self._units: dict[tuple[object, ...], Seconds] = {}
-        self._footprint = Footprint(config, cluster, seq_length, precision, sequence_parallel)
+        self._footprint = Footprint(config, cluster, seq_length, precision, sequence_parallel, self.profiles)
 
     # One unit
 
@@ -363,6 +363,8 @@ class Costs:
                 (self.cluster.link(out[0], into[0]), self.cluster.link(out[-1], into[-1])),
                 key=bytes_per_second,
             )
+            if link.shared:
+                size *= max(len(out), len(into)) if not self.sequence_parallel else min(len(out), len(into))
             slowest = max(slowest, self.profiles.transfer_seconds(link, "p2p", 2, size))
         return slowest
 
@@ -412,6 +414,24 @@ class Costs:
     def footprint(self) -> Footprint:
         """The account of device memory."""
         return self._footprint
+
+    def activation_bytes(self, strategy: Strategy) -> dict[int, int]:
+        """Per rank: activations of all micro-batches in flight at the peak."""
+        return {
+            rank: sum(count * each for count, each in zip(parts.in_flight, parts.weights, strict=True))
+            for rank, parts in self._footprint.per_rank(strategy).items()
+        }
+
+    def parameters(self, strategy: Strategy) -> dict[int, int]:
+        """Per rank: elements of parameters."""
+        found: dict[int, int] = {}
+        for pipeline in strategy.pipelines:
+            for place, stage in enumerate(pipeline.stages):
+                ends = (place == 0, place == len(pipeline.stages) - 1)
+                for part in stage.parts:
+                    own, _ = self._footprint.elements(len(stage.layer_numbers), len(part), 1, *ends, False)
+                    found.update(dict.fromkeys(part, own))
+        return found
 
     def _reserved(self, rank: int) -> int:
         return int(self.profiles.reserved_bytes.get(self.cluster.kind(rank).name, 0))

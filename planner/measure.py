@@ -28,6 +28,7 @@ from hetero_megatron.layers.initial import initial_value, initial_values
 from hetero_megatron.layers.kernels import Facts, Kernels, choose_all
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.llama import Llama
+from hetero_megatron.pipeline.action import Action
 from hetero_megatron.planner.measure_parts import (
     embedding_seconds,
     reserved_bytes,
@@ -35,7 +36,7 @@ from hetero_megatron.planner.measure_parts import (
     transfers,
     weight_gradient_seconds,
 )
-from hetero_megatron.planner.profiles import Measurement, Profiles, Transfer, Update
+from hetero_megatron.planner.profiles import Kept, Measurement, Profiles, Transfer, Update
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.launch import Rendezvous, fork_ranks, preload
@@ -120,6 +121,7 @@ def measure(
             measurements=found.measurements + measurements,
             transfers=found.transfers
             + tuple(each for each in moved if (each.link, each.operation, each.ranks) not in known),
+            kept=found.kept + tuple(Kept(**each) for each in raw["kept"]),
             updates=found.updates + (updates if tp * cp == 1 or not found.updates else ()),
             reserved_bytes=dict(found.reserved_bytes) | {device_kind: max(raw["reserved"], 0)},
         )
@@ -221,16 +223,37 @@ class _Timed:
             dtype,
             kernels.load(),
         )
-        self.multiple = program.token_multiple(0)
+        self.multiple, self.vocab_size = program.token_multiple(0), model.config.vocab_size
         self.elements = sum(slot.elements for slot in self.session.state.slots)
         self._seconds: dict[str, list[float]] = {}
+        self._watch: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._compute = self.session.stage.compute
         self.session.stage.compute = self._timed  # type: ignore[method-assign]  # the same call, with a watch
 
-    def _timed(self, action, batches):  # type: ignore[no-untyped-def]  # as BoundStage.compute
+    def kept_bytes(self, batch: MicroBatch) -> int:
+        """Bytes that autograd keeps of a micro-batch between forward and backward; weights are not counted."""
+        weights = self.session.state.compute.untyped_storage().data_ptr()
+        seen: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() != weights:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        self._watch = keep
+        self.step([batch] * 2)
+        self._watch = None
+        return sum(seen.values())
+
+    def _timed(self, action: Action, batches: Sequence[MicroBatch]) -> torch.Tensor | None:
         synchronize(self.device)
         began = time.perf_counter()
-        loss = self._compute(action, batches)
+        if self._watch is not None and action == Action("F", 0):
+            with torch.autograd.graph.saved_tensors_hooks(self._watch, lambda tensor: tensor):
+                loss = self._compute(action, batches)
+        else:
+            loss = self._compute(action, batches)
         synchronize(self.device)
         self._seconds[action.kind].append(time.perf_counter() - began)
         return loss
@@ -290,6 +313,7 @@ class _Rank:
         found: list[Measurement] = []
         for size in experiment.sizes:
             found += self._units(size, values, batches[size][0])
+        kept = [each for size in experiment.sizes for each in self._kept(size, batches[size][0])]
         whole = {layers: min(values[layers, size, 2] for size in experiment.sizes) for layers in self.runs}
         updates = [
             Update(self.kind, self.precision, run.elements, whole[layers])
@@ -299,14 +323,14 @@ class _Rank:
         return {
             "measurements": [asdict(each) for each in found],
             "updates": [asdict(each) for each in updates],
+            "kept": [asdict(each) for each in kept],
             "transfers": [asdict(each) for each in moved],
             "reserved": reserved_bytes(world.device),
         }
 
     def _batches(self, size: Size) -> list[MicroBatch]:
         tokens, length = size
-        vocab = self.runs[FEW].modules["embedding"].weight.shape[0] * self.degree[0]  # type: ignore[index,operator,union-attr]
-        ids = np.random.default_rng(0).integers(0, vocab, tokens + 1)
+        ids = np.random.default_rng(0).integers(0, self.runs[FEW].vocab_size, tokens + 1)
         pieces = [
             Piece(
                 number,
@@ -317,6 +341,15 @@ class _Rank:
         ]
         one = pack(pieces, self.runs[FEW].multiple, self.world.device)
         return [one] * self.experiment.micro_batches
+
+    def _kept(self, size: Size, batch: MicroBatch) -> list[Kept]:
+        """What a layer keeps, and the rest as the head's; the same on all ranks of a degree."""
+        few, more = (self.runs[layers].kept_bytes(batch) for layers in (FEW, MORE))
+        layer = (more - few) // (MORE - FEW)
+        return [
+            Kept(self.kind, self.precision, unit, *self.degree, *size, amount)  # type: ignore[arg-type]
+            for unit, amount in (("layer", layer), ("head", max(0, few - layer)))
+        ]
 
     def _units(
         self, size: Size, values: Mapping[tuple[int, Size, int], float], batch: MicroBatch

@@ -91,6 +91,9 @@ def segments_of(
         if leaders not in links:
             links[leaders] = _slowest(cluster, leaders)
         local, link = elements / min(sizes), links[leaders]
+        if link.shared:
+            # All ranks of a part reduce their shards over the adapter of their node.
+            local = float(elements)
         how: Operation = "reduce_scatter" if strategy.zero else "all_reduce"
         gather = (
             profiles.transfer_seconds(link, "all_gather", replicas, item * local) if strategy.zero else 0.0
