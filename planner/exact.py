@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 
 from hetero_megatron.planner.cost import Costs
-from hetero_megatron.planner.drafts import Draft, Sketch
+from hetero_megatron.planner.sketch import Draft, Sketch
 from hetero_megatron.planner.lanes import Blocks, Lane, Lanes, Setting
 from hetero_megatron.planner.level_two import PipelineLoad
 from hetero_megatron.planner.prices import Prices

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from hetero_megatron.errors import PlannerError
 from hetero_megatron.planner.cost import Costs
-from hetero_megatron.planner.drafts import Draft, Drafts
+from hetero_megatron.planner.drafts import Drafts
+from hetero_megatron.planner.sketch import Draft
 from hetero_megatron.planner.exact import exact, is_small
 from hetero_megatron.planner.guided import Effort, guided
 from hetero_megatron.planner.homogeneous import homogeneous
