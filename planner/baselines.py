@@ -60,6 +60,8 @@ def _best(strategies: Iterator[Strategy], problem: Problem, costs: Costs) -> Pri
     """The fastest that fits, with no recomputation where that fits, else with full recomputation."""
     best: Priced | None = None
     for strategy in strategies:
+        if problem.choices.pipelines and len(strategy.pipelines) not in problem.choices.pipelines:
+            continue
         found = price(strategy, problem.cluster, costs)
         if found is None and "full" in problem.choices.recompute:
             found = price(_recomputed(strategy), problem.cluster, costs)

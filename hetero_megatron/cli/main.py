@@ -175,6 +175,9 @@ def plan(
     solver: Annotated[
         str, typer.Option("--solver", help="Who confirms the plan: highs, cbc, none, or the path of a CBC program.")
     ] = "highs",
+    minlp: Annotated[
+        bool, typer.Option("--minlp", help="Let SCIP propose pipelines and stages too, for up to 8 devices.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Choose a strategy for a recipe's model, cluster and batch, and say how good it is; a given one is compared."""
@@ -184,7 +187,7 @@ def plan(
     checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
     from hetero_megatron.cli import plan as command
 
-    options = command.Options(output, explain, as_json, png, profile, lost, zero, pipelines, solver)
+    options = command.Options(output, explain, as_json, png, profile, lost, zero, pipelines, solver, minlp)
     command.run(checked, options)
 
 

@@ -48,6 +48,7 @@ class Options:
     zero: int | None = None
     pipelines: int | None = None
     solver: str = "highs"
+    minlp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def run(recipe: Recipe, options: Options) -> None:
         )
         problem = problem_of(recipe, choices)
         costs = costs_of(recipe, problem, profiles)
-        plan = make_plan(problem, costs, Solver(options.solver))
+        plan = make_plan(problem, costs, Solver(options.solver), minlp=options.minlp)
         plan.strategy.check(problem.config.facts, problem.cluster.ranks)
         others = baselines(problem, costs, plan.homogeneous)
         given = _given(recipe, costs, problem.cluster)

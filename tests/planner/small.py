@@ -22,7 +22,7 @@ def small_problem(seed: int) -> Problem:
         flops = draw.choice([50e12, 150e12, 400e12, 1000e12])
         memory = draw.choice([40, 80, 200, 4000]) * 2**20
         kinds.append(DeviceKind(name, memory, flops, Link("nvlink", draw.choice([50.0, 400.0]))))
-    budget = draw.choice([2, 3, 4, 4, 5, 6, 6, 7, 8])
+    budget = draw.choice([2, 3, 3, 4, 4, 4, 5, 5, 6, 8])
     devices: list[Device] = []
     node = 0
     while len(devices) < budget:
@@ -32,14 +32,14 @@ def small_problem(seed: int) -> Problem:
         node += 1
     heads = draw.choice([2, 4, 4])
     config = LlamaConfig(
-        num_layers=draw.randint(2, 12 if len(devices) <= 5 else 8),
+        num_layers=draw.randint(2, {5: 8, 6: 5, 8: 3}.get(budget, 12)),
         hidden_size=128 * draw.choice([1, 4, 8]),
         ffn_hidden_size=1024,
         num_attention_heads=heads,
         num_query_groups=draw.choice([1, heads]),
         vocab_size=512,
     )
-    batch = draw.choice([2, 3, 4, 6, 8]) if len(devices) <= 5 else draw.choice([2, 3, 4, 6])
+    batch = draw.choice([2, 3, 4, 6, 8] if budget <= 4 else [2, 3, 4] if budget <= 6 else [2, 3])
     choices = Choices(
         micro_batch_sizes=draw.choice([(1,), (1, 2)]), zero=draw.choice([(0,), (1,), (0, 1)]), recompute=()
     )
