@@ -147,9 +147,9 @@ class _Search:
             if any(a == b and m < n for (a, m), (b, n) in pairwise(zip(chosen, counts, strict=True))):
                 continue  # equal lanes: the first takes most
             for zero in self.problem.choices.zero:
-                if zero and len(chosen) * chosen[0][0].cp == 1:
+                if zero and 0 in self.problem.choices.zero and len(chosen) * chosen[0][0].cp == 1:
                     continue
-                setting = Setting(rows, sum(lane[0].cp for lane in chosen), zero)
+                setting = Sketch(tuple(chosen), rows, zero).setting
                 options = [
                     self._within(blocks, setting, count) for blocks, count in zip(chosen, counts, strict=True)
                 ]

@@ -39,11 +39,19 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all lanes of a plan share: rows of a micro-batch, copies of the model, whether ZeRO-1 cuts states."""
+    """What all lanes of a plan share.
+
+    Attributes:
+        rows: of a micro-batch.
+        replicas: copies of the model.
+        zero: whether ZeRO-1 cuts states.
+        whole: no stage of any lane uses tensor parallelism; states are then cut another way.
+    """
 
     rows: int
     replicas: int
     zero: int
+    whole: bool = False
 
 
 class Lanes:
@@ -76,7 +84,9 @@ class Lanes:
         found = []
         for place, block in enumerate(blocks):
             first, last = place == 0, place == depth - 1
-            where = Where(block, first, last, widest, setting.rows, setting.replicas, setting.zero)
+            where = Where(
+                block, first, last, widest, setting.rows, setting.replicas, setting.zero, setting.whole
+            )
             sides = (not first) + (not last)
             moved = min(sides * micro_batches, SENDING_PER_STAGE * depth) + min(1, sides)
             flight = min(micro_batches, depth - place)

@@ -35,6 +35,7 @@ class Where:
     Attributes:
         widest: the largest tensor-parallel degree of the pipeline, to whose multiple tokens are padded.
         replicas: copies of the model, over which ZeRO-1 cuts states.
+        whole: no stage of the plan uses tensor parallelism.
     """
 
     block: Block
@@ -44,6 +45,7 @@ class Where:
     rows: int
     replicas: int
     zero: int
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,7 @@ class Prices:
 
     def _lines(self, where: Where, recompute: str) -> Bytes:
         # Neither do states depend on tokens, nor activations on how states are cut.
-        base = replace(where, replicas=1, zero=0)
+        base = replace(where, replicas=1, zero=0, whole=False)
         if where != base:
             own = self.bytes(base, recompute)
             fixed, per_layer = self._cutting(where)
@@ -191,13 +193,11 @@ class Prices:
     def _cutting(self, where: Where) -> tuple[int, int]:
         """What cutting states over replicas changes: bytes, and bytes per layer."""
         cut = where.replicas if where.zero else 1
-        key = (where.block, where.first, where.last, cut, where.widest == 1)
+        key = (where.block, where.first, where.last, cut, where.whole)
         if key not in self._cuts:
             some = replace(where, rows=self.problem.rows[0], widest=where.block.tp)
-            whole = (False, True) if where.widest == 1 else (False,)
             changes = [
-                max(self._ask(some, layers, 0, "none", cut, each)[0] for each in whole)
-                - self._ask(some, layers, 0, "none")[0]
+                self._ask(some, layers, 0, "none", cut, where.whole)[0] - self._ask(some, layers, 0, "none")[0]
                 for layers in (1, 2)
             ]
             per_layer = changes[1] - changes[0]

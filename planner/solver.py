@@ -114,6 +114,8 @@ def _run(model: "pulp.LpProblem", solver: Solver) -> int:  # type: ignore[name-d
 
     try:
         if solver.name == HIGHS:
+            import highspy  # noqa: F401  # PuLP only says that HiGHS is not available
+
             program = pulp.HiGHS(msg=False, timeLimit=solver.seconds)
         elif solver.name == CBC:
             program = pulp.PULP_CBC_CMD(msg=False, timeLimit=solver.seconds)
