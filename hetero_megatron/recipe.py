@@ -83,7 +83,9 @@ class Recipe(Section):
     cluster: Annotated[dict[str, NodesSection], BeforeValidator(_known_kinds), Field(min_length=1)] | None = (
         None
     )
-    strategy: Annotated[StrategySection, BeforeValidator(_auto, json_schema_input_type=Literal["auto"] | dict[str, Any])]
+    strategy: Annotated[
+        StrategySection, BeforeValidator(_auto, json_schema_input_type=Literal["auto"] | dict[str, Any])
+    ]
     data: Annotated[DataSection, _expanded("data")] = DataSection()
     training: TrainingSection
     kernels: KernelsSection = KernelsSection()

@@ -162,7 +162,9 @@ class StrategySection(Section):
         if self.auto:
             others = sorted(self.model_fields_set - {"auto"})
             if others:
-                raise RecipeError(f"auto leaves everything to the planner; drop {', '.join(others)}, or drop auto")
+                raise RecipeError(
+                    f"auto leaves everything to the planner; drop {', '.join(others)}, or drop auto"
+                )
             return self
         shorthand = ["dp", "tp", "pp", "cp", "vp", "micro_batches", "micro_batch_size"]
         if self.plan is None:

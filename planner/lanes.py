@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.memory import SENDING_PER_STAGE
-from hetero_megatron.planner.level_two import PipelineLoad, StageLoad, closed_form, split_layers, without_limits
+from hetero_megatron.planner.level_two import (
+    PipelineLoad,
+    StageLoad,
+    closed_form,
+    split_layers,
+    without_limits,
+)
 from hetero_megatron.planner.prices import Prices, Where, travels
 from hetero_megatron.planner.problem import Block
 from hetero_megatron.planner.recursion import order_of

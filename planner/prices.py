@@ -5,6 +5,7 @@ All numbers come from the cost model; here they are only asked for once each.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 
 from hetero_megatron.cluster import Link
@@ -197,7 +198,8 @@ class Prices:
         if key not in self._cuts:
             some = replace(where, rows=self.problem.rows[0], widest=where.block.tp)
             changes = [
-                self._ask(some, layers, 0, "none", cut, where.whole)[0] - self._ask(some, layers, 0, "none")[0]
+                self._ask(some, layers, 0, "none", cut, where.whole)[0]
+                - self._ask(some, layers, 0, "none")[0]
                 for layers in (1, 2)
             ]
             per_layer = changes[1] - changes[0]
@@ -243,4 +245,4 @@ class Prices:
 
 def travels(prices: Prices, blocks: Sequence[Block], rows: int) -> tuple[float, ...]:
     """Seconds over each boundary of a pipeline, at their least."""
-    return tuple(prices.nearest(a, b, rows) for a, b in zip(blocks, blocks[1:], strict=False))
+    return tuple(prices.nearest(a, b, rows) for a, b in pairwise(blocks))

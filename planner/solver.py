@@ -179,9 +179,7 @@ def _checked(problem: Integers, values: Sequence[float | None], solver: Solver) 
         left = sum(c * x for c, x in zip(coefficients, found, strict=True))
         slack = WHOLE * max(1.0, abs(bound), *(abs(c) for c in coefficients))
         if left < bound - slack or (equal and left > bound + slack):
-            raise SolverTrouble(
-                solver.name, f"broke row {number}: {left} for {bound}", "name another solver"
-            )
+            raise SolverTrouble(solver.name, f"broke row {number}: {left} for {bound}", "name another solver")
     return tuple(found)
 
 

@@ -65,7 +65,10 @@ def test_the_plan_fits_and_is_never_slower_than_the_papers_own(name: str) -> Non
     given.check(problem.config.facts, problem.cluster.ranks)
     assert plan.best.seconds <= seconds
     assert plan.bound_seconds <= plan.best.seconds
-    assert sum(p.micro_batches * p.micro_batch_size for p in plan.strategy.pipelines) == problem.global_batch_size
+    assert (
+        sum(p.micro_batches * p.micro_batch_size for p in plan.strategy.pipelines)
+        == problem.global_batch_size
+    )
     for rank, need in plan.best.memory_bytes.items():
         assert need <= problem.cluster.kind(rank).memory_bytes
     assert plan.homogeneous is not None
@@ -79,14 +82,19 @@ def test_stages_stay_inside_nodes() -> None:
             assert len({plan.problem.cluster.node_of(rank) for rank in stage.ranks}) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in (*TABLE9, "c4", "c5", "c7") if "70b" not in name])
+@pytest.mark.parametrize("name", [name for name in (*TABLE9, "c5", "c7") if "70b" not in name])
 def test_on_the_papers_32b_pipelines_layers_are_within_one_of_the_papers(name: str) -> None:
-    """Rates are those with which Table 9's splits balance; C6 has stages whose memory decides."""
+    """Rates are those with which Table 9's splits balance.
+
+    C4 is not among them: with these rates 5 and 20 layers are faster than the paper's 6 and 18 or 19. Nor is C6, whose
+    odd stages have rates of their own.
+    """
     plan, given, _ = planned(name)
     lanes = Lanes(Prices(plan.problem, plan.costs), quick=False)
     for pipeline in given.pipelines:
         blocks = tuple(
-            Block(plan.problem.cluster.kind(stage.ranks[0]).name, len(stage.ranks)) for stage in pipeline.stages
+            Block(plan.problem.cluster.kind(stage.ranks[0]).name, len(stage.ranks))
+            for stage in pipeline.stages
         )
         setting = Setting(pipeline.micro_batch_size, len(given.pipelines), given.zero)
         loads = lanes.loads(blocks, setting, pipeline.micro_batches, "none")
@@ -157,7 +165,7 @@ def test_7_layers_on_2_devices_of_3_each_are_refused_with_both_counts() -> None:
     config = replace(SMALL, num_layers=7)
     kinds = _kinds(2**34)
     cluster = Cluster((Device(0, "h20", 0), Device(1, "h20", 1)), kinds)
-    problem = Problem(config, cluster, 2, 256, Choices(recompute=(), zero=(0,)))
+    problem = Problem(config, cluster, 2, 256, Choices(recompute=(), zero=(0,), tensor_parallel=(1,)))
     load = Lanes(Prices(problem, Costs(config, cluster, seq_length=256))).loads(
         (Block("h20", 1), Block("h20", 1)), Setting(1, 1, 0), 2, "none"
     )[0]

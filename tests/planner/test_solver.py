@@ -8,7 +8,15 @@ import pytest
 
 from hetero_megatron.errors import PlannerError
 from hetero_megatron.planner.plan import make_plan
-from hetero_megatron.planner.solver import Integers, NoAnswer, Solver, SolverTrouble, _checked, solve, with_fallback
+from hetero_megatron.planner.solver import (
+    Integers,
+    NoAnswer,
+    Solver,
+    SolverTrouble,
+    _checked,
+    solve,
+    with_fallback,
+)
 from tests.planner.small import small_costs, small_problem
 
 # x + y >= 3.5, both whole: 4.
