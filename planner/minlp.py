@@ -31,9 +31,13 @@ def solve_minlp(
         import pyomo.environ as pyo
     except ImportError as error:
         raise SolverTrouble(SCIP, f"Pyomo is not installed ({error})", REMEDY) from error
+    try:
+        import pyscipopt  # noqa: F401  # Pyomo only says that SCIP is not available
+    except ImportError as error:
+        raise SolverTrouble(SCIP, f"PySCIPOpt is not installed ({error})", REMEDY) from error
     solver = pyo.SolverFactory("scip_direct")
     if not solver.available(exception_flag=False):
-        raise SolverTrouble(SCIP, "PySCIPOpt is not installed", REMEDY)
+        raise SolverTrouble(SCIP, "does not run here", REMEDY)
     blocks = [
         block for own in prices.problem.blocks.values() for block in own if block.cp == 1 and not block.spread
     ]
