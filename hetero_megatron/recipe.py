@@ -84,7 +84,7 @@ class Recipe(Section):
         None
     )
     strategy: Annotated[
-        StrategySection, BeforeValidator(_auto, json_schema_input_type=Literal["auto"] | dict[str, Any])
+        StrategySection, BeforeValidator(_auto, json_schema_input_type=Literal["auto"] | StrategySection)
     ]
     data: Annotated[DataSection, _expanded("data")] = DataSection()
     training: TrainingSection
