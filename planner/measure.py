@@ -61,6 +61,7 @@ class Experiment:
         sizes: micro-batches.
         rounds: how often everything is repeated.
         micro_batches: of each step.
+        copies: of a stage, side by side: a core that is alone is faster than one whose neighbours compute, too.
     """
 
     degrees: tuple[tuple[int, int], ...]
@@ -69,6 +70,7 @@ class Experiment:
     micro_batches: int = 4
     sequence_parallel: bool = True
     context_parallel: str = "ring"
+    copies: int = 1
     message_bytes: tuple[int, ...] = (2**14, 2**17, 2**20, 2**22)
 
     def __post_init__(self) -> None:
@@ -81,6 +83,8 @@ class Experiment:
                     f"profile: a micro-batch of {tokens} tokens has no documents of {length}; a length between 1 and "
                     f"{tokens} is right"
                 )
+        if self.copies < 1:
+            raise PlannerError(f"profile: {self.copies} copies side by side; 1 or more is right")
         if self.rounds < 1 or self.micro_batches < 2:
             raise PlannerError(
                 f"profile: {self.rounds} rounds of {self.micro_batches} micro-batches; 1 round and 2 micro-batches, "
@@ -110,7 +114,8 @@ def measure(
     link = Cluster.local_cpu(1).kind(0).link.name if device_type == "cpu" else "nvlink"
     found = Profiles(model=_sizes_of(config), notes=f"{kernels}".replace("\n", "; "))
     for tp, cp in experiment.degrees:
-        progress(f"tp {tp}, cp {cp}: {tp * cp} rank{'s' * (tp * cp > 1)}, {len(experiment.sizes)} sizes")
+        count = _ranks(experiment, tp, cp)
+        progress(f"tp {tp}, cp {cp}: {count} rank{'s' * (count > 1)}, {len(experiment.sizes)} sizes")
         raw = _on_ranks(config, precision, device_kind, device_type, experiment, kernels, (tp, cp), link)
         measurements = tuple(Measurement(**each) for each in raw["measurements"])
         moved = tuple(Transfer(**each) for each in raw["transfers"])
@@ -135,14 +140,15 @@ def measure(
 
 
 def _check(config: LlamaConfig, device_type: str, experiment: Experiment) -> None:
-    most = max(tp * cp for tp, cp in experiment.degrees)
+    most = max(_ranks(experiment, *degree) for degree in experiment.degrees)
     if device_type == "cuda" and torch.cuda.device_count() < most:
         raise PlannerError(
             f"profile: tp x cp of {most} needs as many GPUs, and this machine has {torch.cuda.device_count()}; "
             "ask for smaller degrees with --tp and --cp"
         )
     for tp, cp in experiment.degrees:
-        _strategy(experiment, tp, cp, MORE).check(replace(config, num_layers=MORE).facts, range(tp * cp))
+        facts = replace(config, num_layers=MORE).facts
+        _strategy(experiment, tp, cp, MORE).check(facts, range(_ranks(experiment, tp, cp)))
 
 
 def _sizes_of(config: LlamaConfig) -> dict[str, int]:
@@ -150,10 +156,22 @@ def _sizes_of(config: LlamaConfig) -> dict[str, int]:
     return {name: getattr(config, name) for name in names}
 
 
+def _ranks(experiment: Experiment, tp: int, cp: int) -> int:
+    """Ranks of a degree: as many copies of a stage as fit beside each other, one at least."""
+    return tp * cp * max(1, experiment.copies // (tp * cp))
+
+
 def _strategy(experiment: Experiment, tp: int, cp: int, layers: int) -> Strategy:
-    stage = Stage(tuple(range(tp * cp)), (0, layers - 1), tp, cp)
+    size = tp * cp
     return Strategy(
-        (Pipeline(experiment.micro_batches, 1, (stage,)),),
+        tuple(
+            Pipeline(
+                experiment.micro_batches,
+                1,
+                (Stage(tuple(range(first, first + size)), (0, layers - 1), tp, cp),),
+            )
+            for first in range(0, _ranks(experiment, tp, cp), size)
+        ),
         sequence_parallel=experiment.sequence_parallel,
         context_parallel=experiment.context_parallel,
     )
@@ -171,8 +189,9 @@ def _on_ranks(
 ) -> dict[str, Any]:
     """Fork the ranks of one degree; what rank 0 found, as plain values."""
     tp, cp = degree
+    count = _ranks(experiment, tp, cp)
     models = {layers: Llama(replace(config, num_layers=layers)) for layers in (FEW, MORE)}
-    cluster = Cluster.local_cpu(tp * cp)
+    cluster = Cluster.local_cpu(count)
     programs = {
         layers: Program.build(
             trace(model), _strategy(experiment, tp, cp, layers), model.config.facts, cluster
@@ -187,7 +206,7 @@ def _on_ranks(
             if device_type == "cuda":
                 device = torch.device("cuda", rendezvous.index)
                 torch.cuda.set_device(device)
-            world = World.join(rendezvous, tuple(range(tp * cp)), device)
+            world = World.join(rendezvous, tuple(range(count)), device)
             runs = {
                 layers: _Timed(program, world, models[layers], DTYPES[precision], kernels)
                 for layers, program in programs.items()
@@ -198,7 +217,7 @@ def _on_ranks(
             dist.barrier()
             world.leave()
 
-        if code := fork_ranks(tp * cp, main):
+        if code := fork_ranks(count, main):
             raise PlannerError(f"profile: a rank of tp {tp}, cp {cp} ended with exit code {code}")
         raw: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return raw
@@ -226,6 +245,7 @@ class _Timed:
         self.multiple, self.vocab_size = program.token_multiple(0), model.config.vocab_size
         self.elements = sum(slot.elements for slot in self.session.state.slots)
         self._seconds: dict[str, list[float]] = {}
+        self._copies, self._inside = len(program.strategy.pipelines), 0.0
         self._watch: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._compute = self.session.stage.compute
         self.session.stage.compute = self._timed  # type: ignore[method-assign]  # the same call, with a watch
@@ -248,6 +268,7 @@ class _Timed:
 
     def _timed(self, action: Action, batches: Sequence[MicroBatch]) -> torch.Tensor | None:
         synchronize(self.device)
+        before = self.session.clock.seconds["communication"]
         began = time.perf_counter()
         if self._watch is not None and action == Action("F", 0):
             with torch.autograd.graph.saved_tensors_hooks(self._watch, lambda tensor: tensor):
@@ -256,11 +277,12 @@ class _Timed:
             loss = self._compute(action, batches)
         synchronize(self.device)
         self._seconds[action.kind].append(time.perf_counter() - began)
+        self._inside += self.session.clock.seconds["communication"] - before
         return loss
 
     def step(self, batches: Sequence[MicroBatch]) -> tuple[float, float, float]:
         """Seconds of a forward and a backward pass, and of the step beside all passes."""
-        self._seconds = {"F": [], "B": []}
+        self._seconds, self._inside = {"F": [], "B": []}, 0.0
         synchronize(self.device)
         dist.barrier()
         began = time.perf_counter()
@@ -268,11 +290,11 @@ class _Timed:
         synchronize(self.device)
         whole = time.perf_counter() - began
         forward, backward = self._seconds["F"], self._seconds["B"]
-        return (
-            statistics.median(forward[1:]),
-            statistics.median(backward[1:]),
-            max(0.0, whole - sum(forward) - sum(backward)),
-        )
+        beside = whole - sum(forward) - sum(backward)
+        if self._copies > 1:
+            # Gradients of several copies are reduced, which has its own measurements.
+            beside -= self.session.clock.seconds["communication"] - self._inside
+        return statistics.median(forward[1:]), statistics.median(backward[1:]), max(0.0, beside)
 
 
 class _Rank:
@@ -366,8 +388,8 @@ class _Rank:
             ("layer", "forward"): layer[0],
             ("layer", "backward"): layer[1],
             ("layer", "weight_gradient"): min(late["layer"], layer[1]),
-            ("embedding", "forward"): min(embedding[0], rest[0]),
-            ("embedding", "backward"): min(embedding[1], rest[1]),
+            ("embedding", "forward"): embedding[0],
+            ("embedding", "backward"): embedding[1],
             ("head", "forward"): max(0.0, rest[0] - embedding[0]),
             ("head", "backward"): max(0.0, rest[1] - embedding[1]),
             ("head", "weight_gradient"): min(late["head"], rest[1]),

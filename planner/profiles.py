@@ -158,6 +158,11 @@ class Profiles:
             return steps * (message[0] + message[1] * share * size)
         return steps * (link.latency_s + share * size / bytes_per_second(link))
 
+    def latency(self, link: Link, operation: Operation, ranks: int) -> float | None:
+        """What a small message or collective takes, or None where just this one was not measured."""
+        known = self._latency_and_rate(link.name, operation, ranks)
+        return None if known is None else known[0]
+
     def _latency_and_rate(self, link: str, operation: str, ranks: int) -> tuple[float, float] | None:
         return self._transfers.get((link, operation, ranks))
 

@@ -174,11 +174,12 @@ def test_gradients_are_reduced_in_fp32_and_under_zero_1_parameters_come_back_in_
     plan = Strategy((two_stages(4, 2, 0, 4), two_stages(4, 2, 8, 4)))
     priced = costs("one rank")
     work = priced.work
+    # The embedding and the layers of the first stage: two segments, each with the latency of its steps.
     on_stage = (4 * work.layer_parameters + work.table) / 2
-    assert priced.sync(plan).reduce[0][0] == pytest.approx(4 * on_stage / 45e9, rel=0.02)
+    assert priced.sync(plan).reduce[0][0] == pytest.approx(4 * on_stage / 45e9 + 4e-5)
     zero = priced.sync(replace(plan, zero=1))
-    assert zero.reduce[0][0] == pytest.approx(4 * on_stage / 2 / 45e9, rel=0.02)
-    assert zero.behind[0][0] == pytest.approx(2 * on_stage / 2 / 45e9, rel=0.02)
+    assert zero.reduce[0][0] == pytest.approx(4 * on_stage / 2 / 45e9 + 2e-5)
+    assert zero.behind[0][0] == pytest.approx(2 * on_stage / 2 / 45e9 + 2e-5)
     assert zero.exposed == ((0.0, 0.0), (0.0, 0.0))
     unequal = priced.sync(replace(PLANS["unequal zero"]))
     assert unequal.behind == ((0.0, 0.0), (0.0, 0.0)), "no single collective brings them"
