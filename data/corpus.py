@@ -32,6 +32,10 @@ class Corpus(Protocol):
         """The document's bytes."""
         ...
 
+    def read_part(self, index: int, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of the document."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Files:
@@ -87,6 +91,10 @@ class Files:
         """The file's name relative to the corpus folder."""
         return self.names[index]
 
+    def path(self, index: int) -> str:
+        """The file's path."""
+        return os.path.join(self.root, self.names[index])
+
     def size(self, index: int) -> int:
         """The file's size in bytes when the corpus was opened."""
         return self.sizes[index]
@@ -97,14 +105,25 @@ class Files:
         Raises:
             DataError: the file is gone, unreadable, or has another size than when the corpus was opened.
         """
-        path = os.path.join(self.root, self.names[index])
+        return self.read_part(index, 0, self.sizes[index])
+
+    def read_part(self, index: int, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of the file; nothing else is read.
+
+        Raises:
+            DataError: as in `read`.
+        """
+        path = self.path(index)
         try:
-            content = Path(path).read_bytes()
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(start)
+                content = file.read(stop - start)
         except OSError as error:
             raise DataError(f"document {index} ({path}) cannot be read: {error.strerror}") from error
-        if len(content) != self.sizes[index]:
+        if size != self.sizes[index] or len(content) != stop - start:
             raise DataError(
-                f"document {index} ({path}) has {len(content)} bytes, but had {self.sizes[index]} when the "
+                f"document {index} ({path}) has {size} bytes, but had {self.sizes[index]} when the "
                 "corpus was opened; a corpus must not change during a run"
             )
         return content

@@ -48,6 +48,22 @@ def deal(
     return tuple(dealt)
 
 
+def deal_tail(rows: int, pipelines: Sequence[tuple[int, int]]) -> tuple[tuple[MicroBatchRows, ...], ...]:
+    """`deal` for a step that is not full: micro-batches that get no row are left out, of whole pipelines too.
+
+    Raises:
+        DataError: the rows do not fit.
+
+    >>> deal_tail(1, [(3, 2), (1, 2)])
+    (((0,),), ())
+    """
+    if rows >= sum(micro_batches for micro_batches, _ in pipelines):
+        return deal(rows, pipelines)
+    sizes = _sizes(rows, pipelines)
+    first = iter(range(rows))
+    return tuple(tuple((next(first),) for size in own if size) for own in sizes)
+
+
 def _sizes(rows: int, pipelines: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Rows per micro-batch: everyone up to a common level, what is left one by one across the pipelines."""
     level = 0

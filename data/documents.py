@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,20 @@ class Documents(Protocol):
         ...
 
 
+@runtime_checkable
+class PartlyRead(Protocol):
+    """Documents of which a part can be read without the rest; a row of a very long document is a small part of it."""
+
+    def part(self, index: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Token ids [start, stop) of the document.
+
+        Raises:
+            DataError: as for `tokens`.
+        """
+        ...
+
+
+@runtime_checkable
 class Stream(Protocol):
     """Tokenized documents that can only be read one after another, such as a dataset streamed from the hub."""
 

@@ -7,71 +7,53 @@ parallel strategy says: two strategies, or a run and its resumption, train on th
 Shape legend: `T` tokens of a piece, `S` tokens of a row.
 """
 
-from collections import OrderedDict
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.data.corpus import Corpus
+from hetero_megatron.data.documents import Documents
 from hetero_megatron.data.order import ROWS, epoch_order
-from hetero_megatron.data.tokenizer import ByteTokenizer
+from hetero_megatron.data.piece import Piece, RecentDocuments
 from hetero_megatron.errors import DataError
-from hetero_megatron.runtime.batch import IGNORE
-
-KEPT_DOCUMENTS = 64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """A run of tokens of one document inside one row: attention and positions start anew with each piece."""
-
-    document: int
-    tokens_T: NDArray[np.int64]
-    targets_T: NDArray[np.int64]
-
-    def __post_init__(self) -> None:
-        if self.tokens_T.shape != self.targets_T.shape or self.tokens_T.ndim != 1:
-            raise DataError(
-                f"a piece of document {self.document} has tokens of shape {self.tokens_T.shape} and targets "
-                f"of shape {self.targets_T.shape}; both must be one row of equal length"
-            )
-
-    def __len__(self) -> int:
-        """Tokens in this piece."""
-        return len(self.tokens_T)
 
 
 class PackedRows:
-    """Rows of `seq_length` tokens over a corpus; a row reads only the documents it touches.
+    """Rows of `seq_length` tokens over documents; a row reads only the documents it touches.
 
     Each document ends with the end token. A target is the next token of the same document, also across a row
     border; a document's last token has no target.
     """
 
-    def __init__(
-        self, corpus: Corpus, seed: int, seq_length: int, tokenizer: ByteTokenizer | None = None
-    ) -> None:
-        """Read the corpus's sizes, no document.
+    def __init__(self, documents: Documents, seed: int, seq_length: int) -> None:
+        """Look at the documents' lengths, read none.
 
         Raises:
-            DataError: the rows would be empty, or the corpus is.
+            DataError: the rows would be empty, or there is no document.
         """
         if seq_length < 1:
             raise DataError(f"seq_length is {seq_length}; a row holds 1 token or more")
-        if not len(corpus):
-            raise DataError("the corpus has no document, so there is no row")
-        self.corpus = corpus
         self.seed = seed
         self.seq_length = seq_length
-        self.tokenizer = tokenizer or ByteTokenizer()
-        lengths = [self.tokenizer.length(corpus.size(index)) for index in range(len(corpus))]
-        self._lengths = np.array(lengths, dtype=np.int64)
+        self._lengths = documents.lengths
+        if not len(self._lengths):
+            raise DataError("the corpus has no document, so there is no row")
         self.tokens_per_pass = int(self._lengths.sum())
         self.rows_per_pass = max(1, self.tokens_per_pass // seq_length)
+        self._recent = RecentDocuments(documents)
         self._shuffle: tuple[int, NDArray[np.int64]] | None = None
         self._pass: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
-        self._kept: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
+
+    @property
+    def per_pass(self) -> int:
+        """Rows in one pass; tokens behind the last whole row of a pass begin the next one."""
+        return self.rows_per_pass
+
+    def count_pass(self) -> int:
+        """Rows in one pass."""
+        return self.per_pass
+
+    def lengths(self, first: int, count: int) -> NDArray[np.int64]:
+        """Tokens of samples [first, first + count): `seq_length` each."""
+        return np.full(count, self.seq_length, dtype=np.int64)
 
     def sample(self, number: int) -> tuple[Piece, ...]:
         """The pieces of sample `number`, the global index that training counts.
@@ -105,7 +87,8 @@ class PackedRows:
             while missing and place < len(order):
                 document = int(order[place])
                 start = offset - int(ends[place] - self._lengths[document])
-                piece = self._piece(document, start, missing)
+                stop = min(start + missing, int(self._lengths[document]))
+                piece = self._recent.piece(document, start, stop)
                 pieces.append(piece)
                 missing -= len(piece)
                 offset += len(piece)
@@ -116,24 +99,6 @@ class PackedRows:
     def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The documents of a pass in order, and where each ends in the pass's token stream."""
         if self._pass is None or self._pass[0] != epoch:
-            order = epoch_order(len(self.corpus), self.seed, epoch)
+            order = epoch_order(len(self._lengths), self.seed, epoch)
             self._pass = (epoch, order, np.cumsum(self._lengths[order]))
         return self._pass[1], self._pass[2]
-
-    def _piece(self, document: int, start: int, most: int) -> Piece:
-        """Up to `most` tokens of `document` from token `start` on."""
-        tokens_T = self._tokens(document)
-        stop = min(start + most, len(tokens_T))
-        targets_T = np.full(stop - start, IGNORE, dtype=np.int64)
-        following = tokens_T[start + 1 : stop + 1]
-        targets_T[: len(following)] = following
-        return Piece(document, tokens_T[start:stop], targets_T)
-
-    def _tokens(self, document: int) -> NDArray[np.int64]:
-        """The document's tokens; the most recently used documents are kept."""
-        if document not in self._kept:
-            self._kept[document] = self.tokenizer.encode(self.corpus.read(document))
-            while len(self._kept) > KEPT_DOCUMENTS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(document)
-        return self._kept[document]

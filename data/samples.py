@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.data.rows import Piece
+from hetero_megatron.data.piece import Piece
 
 
 class Samples(Protocol):
@@ -19,6 +19,10 @@ class Samples(Protocol):
     @property
     def per_pass(self) -> int | None:
         """Samples in one pass; None for a stream, which does not know before it has ended."""
+        ...
+
+    def count_pass(self) -> int:
+        """`per_pass`; a stream is gone through once to know it."""
         ...
 
     def lengths(self, first: int, count: int) -> NDArray[np.int64]:

@@ -208,6 +208,8 @@ def keeps(node: Node, sizes: Sizes) -> Kept:
     if role == "loss":
         softmax = FP32 * sizes.elements(node.inputs[0])
         return {f"{node.name} softmax": softmax, f"{node.name} columns": (INT64 + FP32 + 2 * BOOL) * rows}
+    if role.endswith("_bias"):
+        return {}  # a sum needs neither operand again
     known = {"wq", "wk", "wv", "wo", "gate", "up", "down", "head"}
     return kept if role in known else kept | {node.name: sizes.bytes(node.name)}
 

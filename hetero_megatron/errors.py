@@ -33,6 +33,10 @@ class RuntimeFailure(HeteroError):
     """A failure while ranks are running: a lost peer, a disagreement, a wrong size (`runtime/`)."""
 
 
+class CheckpointError(HeteroError):
+    """A checkpoint that is missing, damaged, of another model, or cannot be written (`runtime/checkpoint*.py`)."""
+
+
 class LayerError(HeteroError):
     """A layer that was given sizes or a binding it cannot work with (`layers/`)."""
 

@@ -22,6 +22,13 @@ PARAMETER_ROLES: Mapping[str, str] = {
     "down": ROW,
     "final_norm": WHOLE,
     "head": COLUMN,
+    "wq_bias": COLUMN,
+    "wk_bias": KV,
+    "wv_bias": KV,
+    "wo_bias": WHOLE,
+    "gate_bias": COLUMN,
+    "up_bias": COLUMN,
+    "down_bias": WHOLE,
 }
 # Whether a Reshard's result is whole on every tensor-parallel rank, or split by tokens under sequence parallelism.
 GATHERED, SEQUENCE = "gathered", "sequence"
@@ -74,20 +81,21 @@ def annotate(
         modules = _users(name, facts)
         entry(name, modules, _shared_role(name, modules), DUPLICATE)
         if strategy.zero:
-            entries[name + STATE] = optimizer_layout(entries[name])
+            entries[name + STATE] = optimizer_layout(entries[name], 1 if name.endswith(".bias") else 2)
     for name in reshards:
         entry(name, (name,), _role(name, RESHARD_ROLES, "Reshard"), 0)
     return AnnotationPlan(entries)
 
 
-def optimizer_layout(parameter: Annotation) -> Annotation:
+def optimizer_layout(parameter: Annotation, dims: int = 2) -> Annotation:
     """Where ZeRO-1 keeps the states of a parameter: cut over the subgroups, on a dim they leave whole (decision 4).
 
-    Rows where nobody cuts rows, because a run of rows is one piece of memory; otherwise columns.
+    Rows where nobody cuts rows, because a run of rows is one piece of memory; otherwise columns. A vector, `dims` 1,
+    that tensor parallelism cuts has no such dim: every subgroup keeps its states.
     """
-    if parameter.hsize == 1:
-        return parameter
     cut = {dim for states in parameter.states for dim in states.split_dims}
+    if parameter.hsize == 1 or (dims == 1 and 0 in cut):
+        return parameter
     return parameter.replace(parameter.states, 1 if 0 in cut else 0)
 
 

@@ -98,7 +98,7 @@ def estimate(program: Program, seq_length: int, item: int) -> tuple[RankMemory, 
 
     Args:
         program: the strategy on its cluster.
-        seq_length: tokens of a row; a micro-batch has micro_batch_size rows at most.
+        seq_length: tokens of a row; a micro-batch has micro_batch_size rows, and max_tokens tokens, at most.
         item: bytes per element of parameters and activations: 4 in FP32, 2 in BF16.
     """
     bounds = _Bounds(program)
@@ -118,7 +118,7 @@ def tokens_of(program: Program, rank: int, seq_length: int) -> int:
     number, _ = program.pipeline_of(rank)
     pipeline, part = program.strategy.pipelines[number], program.part_of(rank)
     shares = pipeline.token_shares
-    share = -(-pipeline.micro_batch_size * seq_length * shares[part] // sum(shares))
+    share = -(-pipeline.tokens(seq_length) * shares[part] // sum(shares))
     multiple = program.token_multiple(number, part)
     return -(-share // multiple) * multiple
 

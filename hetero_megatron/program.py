@@ -18,7 +18,7 @@ from hetero_megatron.graph.specialize import BoundReshard, ExecutableGraph, resh
 from hetero_megatron.layout import annotate
 from hetero_megatron.pipeline.action import Step
 from hetero_megatron.pipeline.construct import Pipelines, check_against, construct
-from hetero_megatron.pipeline.plan import Schedule, plan_schedule, plan_tasks
+from hetero_megatron.pipeline.plan import Schedule, plan_forward, plan_schedule, plan_tasks
 from hetero_megatron.strategy import ModelFacts, Stage, Strategy
 
 
@@ -140,6 +140,12 @@ class Program:
             )
         return self.schedule.steps(pipeline, stage)
 
+    def forward_actions(self, rank: int, micro_batches: int) -> tuple[Step, ...]:
+        """The steps of `rank` in an evaluation of this many micro-batches (0 too) in its pipeline."""
+        pipeline, stage = self._places[rank]
+        own = self.strategy.pipelines[pipeline]
+        return _forward_schedule(len(own.stages), micro_batches, own.chunks).steps(0, stage)
+
     @cached_property
     def posts(self) -> dict[str, CommPlan]:
         """Per parameter, how its gradient reaches the layout of its optimizer states."""
@@ -182,6 +188,11 @@ class Program:
 @lru_cache(maxsize=256)
 def _schedule(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
     return plan_schedule(name, [(stages, micro_batches, chunks)])
+
+
+@lru_cache(maxsize=256)
+def _forward_schedule(stages: int, micro_batches: int, chunks: int) -> Schedule:
+    return plan_forward([(stages, micro_batches, chunks)])
 
 
 def _collective_groups(plans: Iterable[CommPlan]) -> set[tuple[int, ...]]:

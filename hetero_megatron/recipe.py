@@ -1,7 +1,7 @@
 """A run as one typed YAML file: everything wrong in it is refused before anything starts (DESIGN 5)."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -11,15 +11,17 @@ from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationE
 
 from hetero_megatron.annotation import AnnotationPlan
 from hetero_megatron.cluster import KINDS, Cluster, Device
-from hetero_megatron.data.corpus import Files
 from hetero_megatron.data.dispatch import deal
-from hetero_megatron.data.tokenizer import VOCAB_SIZE
+from hetero_megatron.data.documents import Source
+from hetero_megatron.data.sources import Shown, no_bar, open_sources
 from hetero_megatron.errors import HeteroError, RecipeError
 from hetero_megatron.layout import read_plan
 from hetero_megatron.models.config import LlamaConfig
-from hetero_megatron.models.presets import PRESETS
+from hetero_megatron.models.hf_weights import HfWeights
 from hetero_megatron.pipeline.schedule import Tasks
 from hetero_megatron.pipeline.schedule_file import read_csv
+from hetero_megatron.recipe_data import check_tokens, corpus_settings, refuse_no_folder
+from hetero_megatron.recipe_model import ModelSection, make_config
 from hetero_megatron.recipe_sections import (
     SCHEDULE_FILE,
     CheckpointSection,
@@ -27,7 +29,6 @@ from hetero_megatron.recipe_sections import (
     EvaluationSection,
     KernelsSection,
     LoggingSection,
-    ModelSection,
     NodesSection,
     OutputSection,
     PipelineSection,
@@ -39,7 +40,7 @@ from hetero_megatron.recipe_sections import (
     recomputes,
     refuse_unknown,
 )
-from hetero_megatron.recipe_text import apply_overrides, describe_all, nearest, read_yaml
+from hetero_megatron.recipe_text import apply_overrides, describe_all, read_yaml
 from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
 
 # A section written as bare text means this key of it.
@@ -65,7 +66,7 @@ def _known_kinds(value: object) -> object:
 class Recipe(Section):
     """One run: model, cluster, strategy, data, training, kernels, evaluation, checkpoint, logging, output.
 
-    >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=10"])
+    >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=100"])
     """
 
     model: Annotated[ModelSection, _expanded("model")]  # type: ignore[valid-type]  # fields are LlamaConfig's
@@ -88,26 +89,19 @@ class Recipe(Section):
         return cls.model_json_schema(mode="validation")
 
     def make_config(self) -> LlamaConfig:
-        """The model: the preset, with the fields that the recipe gives in place of its own.
+        """The model: a preset with the fields that the recipe gives in place of its own, or a config.json.
 
         Raises:
-            RecipeError: the preset is unknown, or a field is missing.
+            RecipeError: the preset is unknown, a field is missing, or two places contradict each other.
             ModelError: the fields describe no model.
         """
-        section: BaseModel = self.model
-        given = section.model_dump(exclude_unset=True)
-        preset = given.pop("preset", None)
-        if preset is not None and preset not in PRESETS:
-            near = nearest(preset, PRESETS)
-            guess = f"did you mean {near}?" if near else f"known: {', '.join(PRESETS)}"
-            raise RecipeError(f"model.preset: there is no model {preset!r}; {guess}")
-        if preset is not None:
-            return dataclasses.replace(PRESETS[preset], **given)
-        for field in dataclasses.fields(LlamaConfig):
-            default = (field.default, field.default_factory)
-            if field.name not in given and default == (dataclasses.MISSING, dataclasses.MISSING):
-                raise RecipeError(f"model.{field.name}: missing; give it, or name a preset")
-        return LlamaConfig(**given)
+        return make_config(self.model)
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """The Hugging Face folder that a fresh run takes its first weights from, if any."""
+        weights: str | None = getattr(self.model, "weights")  # noqa: B009  # made from LlamaConfig's fields
+        return None if weights is None else Path(weights)
 
     def make_cluster(self) -> Cluster:
         """The devices: as described, or as many CPU ranks on this machine as the strategy names."""
@@ -170,17 +164,31 @@ class Recipe(Section):
             schedule_tasks=_schedule_tasks(section.schedule),
         )
 
-    def open_corpus(self) -> Files:
-        """The documents.
+    def open_sources(
+        self,
+        say: Callable[[str], None],
+        shown: Shown = no_bar,
+        evaluation: bool = False,
+        workers: int | None = None,
+    ) -> list[Source]:
+        """The documents of `data`, or of `evaluation.data`; text becomes tokens first, where it has not yet.
+
+        To be called once, before ranks are forked. What was made is kept in `data.cache`, or in `data` in the run's
+        folder, and found there the next time. `say` is told what was done, `shown` how far it is.
 
         Raises:
-            RecipeError: a folder or file is missing, or there is no document.
+            RecipeError: a source or the tokenizer cannot be used.
         """
-        if self.data.folder is not None:
-            with _in_section("data.folder"):
-                return Files.folder(self.data.folder, self.data.suffixes)
-        with _in_section("data" if self.data.files is None else "data.files"):
-            return Files.standard_library() if self.data.files is None else Files.listed(self.data.files)
+        section, name = self.data, "data"
+        if evaluation:
+            assert self.evaluation is not None, "a recipe without evaluation has no evaluation data"
+            section, name = self.evaluation.data, "evaluation.data"
+        refuse_no_folder(name, section)
+        cache = section.cache or self.data.cache
+        folder = Path(cache) if cache is not None else Path(self.output.folder) / "data"
+        with _in_section(name):
+            vocab_size = self.make_config().vocab_size
+            return open_sources(corpus_settings(section), vocab_size, folder, say, shown, workers)
 
     def make_folder(self) -> Path:
         """The run's folder, made if it does not exist and found to be writable.
@@ -214,15 +222,37 @@ class Recipe(Section):
         """
         with _in_section("model"):
             config = self.make_config()
-        if config.vocab_size < VOCAB_SIZE:
+        check_tokens("data", self.data, config.vocab_size)
+        if self.evaluation is not None:
+            check_tokens("evaluation.data", self.evaluation.data, config.vocab_size)
+        if config.sliding_window is not None and self.training.seq_length > config.sliding_window:
             raise RecipeError(
-                f"model.vocab_size: {config.vocab_size} is too small; byte tokens need {VOCAB_SIZE}"
+                f"training.seq_length: {self.training.seq_length} exceeds the model's sliding_window "
+                f"{config.sliding_window}; attention looks back over the whole document, so seq_length must be "
+                "at most the window"
             )
+        if self.weights_folder is not None:
+            with _in_section("model.weights"):
+                HfWeights.open(self.weights_folder, config)
         with _in_section("cluster"):
             cluster = self.make_cluster()
         with _in_section("strategy"):
             strategy = self.make_strategy()
             strategy.check(config.facts, cluster.ranks)
+        sections = [self.data, *([self.evaluation.data] if self.evaluation else [])]
+        if any(section.packing == "rows" for section in sections):
+            self._check_rows(strategy)
+
+    def _check_rows(self, strategy: Strategy) -> None:
+        """A step's rows must find a place, whole."""
+        for number, pipeline in enumerate(strategy.pipelines):
+            rows = pipeline.micro_batch_size * self.training.seq_length
+            if pipeline.tokens(self.training.seq_length) < rows:
+                raise RecipeError(
+                    f"strategy.pipelines[{number}].max_tokens: {pipeline.max_tokens} is less than micro_batch_size "
+                    f"{pipeline.micro_batch_size} x seq_length {self.training.seq_length} = {rows}, and data.packing "
+                    "rows makes whole rows; use packing: documents, or leave max_tokens out"
+                )
         with _in_section("training.global_batch_size"):
             deal(
                 self.training.global_batch_size,
@@ -271,7 +301,7 @@ def _in_section(name: str) -> Iterator[None]:
 
 def _pipeline(section: PipelineSection) -> Pipeline:
     stages = tuple(_stage(stage, section.cp) for stage in section.stages or ())
-    return Pipeline(section.micro_batches, section.micro_batch_size, stages)
+    return Pipeline(section.micro_batches, section.micro_batch_size, stages, section.max_tokens)
 
 
 def _stage(section: StageSection, cp: int) -> Stage:

@@ -1,8 +1,8 @@
 """The sections of a recipe, typed and strict: no unknown key, no text for a number (paper Tables 6, 9-16)."""
 
-import dataclasses
+import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -11,16 +11,16 @@ from pydantic import (
     ConfigDict,
     Field,
     WithJsonSchema,
-    create_model,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from hetero_megatron.errors import RecipeError, ScheduleError
-from hetero_megatron.models.config import LlamaConfig
+from hetero_megatron.errors import RecipeError, RuntimeFailure, ScheduleError
 from hetero_megatron.pipeline.schedule import SCHEDULES, check_name
 from hetero_megatron.recipe_text import degrees, layer_ranges, number_list, recomputed
+from hetero_megatron.runtime.learning_rate import check_schedule
+from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS
 from hetero_megatron.strategy import Recompute
 
@@ -86,18 +86,6 @@ class Section(BaseModel):
         return value
 
 
-def _model_section() -> type[Section]:
-    """`preset` and every field of LlamaConfig, all optional: what is given replaces the preset's value."""
-    hints = get_type_hints(LlamaConfig)
-    fields: dict[str, Any] = {
-        field.name: (hints[field.name], None) for field in dataclasses.fields(LlamaConfig)
-    }
-    return create_model("ModelSection", __base__=Section, preset=(str | None, None), **fields)
-
-
-ModelSection = _model_section()
-
-
 class NodesSection(Section):
     """How many nodes of one kind of device, and devices in each."""
 
@@ -128,11 +116,13 @@ class StageSection(Section):
 class PipelineSection(Section):
     """One pipeline: stages in order (none under a plan), and how many micro-batches of how many rows a step.
 
-    `cp` is the context-parallel size of all its stages.
+    `cp` is the context-parallel size of all its stages. `max_tokens` is the most tokens of a micro-batch where documents
+    are packed whole (`data.packing: documents`); left out, those of micro_batch_size rows.
     """
 
     micro_batches: Annotated[int, Field(ge=0)]
     micro_batch_size: Count = 1
+    max_tokens: Count | None = None
     cp: Count = 1
     stages: Annotated[tuple[StageSection, ...], Field(strict=False, min_length=1)] | None = None
 
@@ -193,9 +183,10 @@ class StrategySection(Section):
 class SourceSection(Section):
     """One source of documents, and its share of the tokens beside other sources.
 
-    `path` is a folder of files, one document each; a .json, .jsonl, .parquet or .txt file (or a pattern such as
-    `corpus/*.jsonl`); a folder that `datasets` has saved; the common prefix of a Megatron .bin/.idx pair; or the
-    name of a dataset on the Hugging Face hub. `format` says which when the path does not tell.
+    `path` is a folder of files, one document each; a .json, .jsonl, .parquet or .txt file (the latter with a document
+    per line), or a pattern such as `corpus/*.jsonl`; a folder that `datasets` has saved; the common prefix of a
+    Megatron .bin/.idx pair; or the name of a dataset on the Hugging Face hub. `format` says which when the path does
+    not tell.
     """
 
     path: str
@@ -253,6 +244,11 @@ class TrainingSection(Section):
     """How long, how much, how fast; names and defaults are Megatron's.
 
     Either `train_iters` steps, or as many steps as `train_epochs` passes over the data take.
+    `lr_decay_style`: after a linear warm-up of `lr_warmup_iters` steps the rate stays (`constant`), or falls to
+    `min_lr` until step `lr_decay_iters` (left out: the last one): all the way, or under `WSD` in the last
+    `lr_wsd_decay_iters` of these steps, by `lr_wsd_decay_style`.
+    `nonfinite`: a step whose loss or gradient is not finite ends the run, or is skipped; `nonfinite_limit` such steps in
+    a row end it, too.
     `bucket_size`: gradients and parameters travel in buckets of about this many elements of the full tensors.
     """
 
@@ -275,6 +271,7 @@ class TrainingSection(Section):
     clip_grad: Annotated[float, Field(ge=0)] | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
     nonfinite: Literal["skip", "stop"] = "stop"
+    nonfinite_limit: Count = 10
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     log_interval: Count = 10
     bucket_size: Count = BUCKET_ELEMENTS
@@ -288,11 +285,37 @@ class TrainingSection(Section):
     def _consistent(self) -> "TrainingSection":
         if (self.train_iters is None) == (self.train_epochs is None):
             raise RecipeError("give train_iters or train_epochs, one of the two: how long the run is")
-        if self.min_lr > self.lr:
-            raise RecipeError(
-                f"min_lr {self.min_lr:g} is above lr {self.lr:g}; the rate falls from lr to min_lr"
-            )
+        # How many steps train_epochs are is known when the data is: until then all but the length is checked.
+        self.optimizer_settings(self.train_iters or sys.maxsize)
         return self
+
+    def optimizer_settings(self, train_iters: int) -> OptimizerSettings:
+        """Optimizer and schedule of a run of `train_iters` steps, which only the data knows under `train_epochs`.
+
+        Raises:
+            RecipeError: the parts of the schedule do not fit into each other or into the run.
+        """
+        settings = OptimizerSettings(
+            name=self.optimizer,
+            lr=self.lr,
+            min_lr=self.min_lr,
+            lr_decay_style=self.lr_decay_style,
+            lr_warmup_iters=self.lr_warmup_iters,
+            train_iters=train_iters,
+            beta1=self.adam_beta1,
+            beta2=self.adam_beta2,
+            eps=self.adam_eps,
+            weight_decay=self.weight_decay,
+            clip_grad=self.clip_grad,
+            lr_decay_iters=self.lr_decay_iters,
+            lr_wsd_decay_iters=self.lr_wsd_decay_iters,
+            lr_wsd_decay_style=self.lr_wsd_decay_style,
+        )
+        try:
+            check_schedule(settings)
+        except RuntimeFailure as error:
+            raise RecipeError(str(error)) from error
+        return settings
 
 
 class KernelsSection(Section):
@@ -324,6 +347,7 @@ class CheckpointSection(Section):
     anew and refuses a folder with checkpoints; a number is the iteration to go on from.
     `load`: another run's folder to start from when this run's folder has no checkpoint.
     `override_lr_schedule`: a resumed run takes the learning-rate schedule of the recipe, not the saved one.
+    `new_data`: a resumed run goes through other data than before, from its first sample.
     """
 
     interval: Count | None = None
@@ -332,12 +356,13 @@ class CheckpointSection(Section):
     resume: Literal["auto", "never"] | Annotated[int, Field(ge=0)] = "auto"
     load: str | None = None
     override_lr_schedule: bool = False
+    new_data: bool = False
 
 
 class LoggingSection(Section):
     """Where metrics go besides `metrics.jsonl`, and when a loss counts as a spike.
 
-    `wandb` is the project's name. `spike_factor`: a loss of more than this many times the running mean is noted.
+    `wandb` is the project's name. `spike_factor`: a loss of more than this many times the running median is noted.
     """
 
     tensorboard: bool = False

@@ -8,8 +8,9 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hetero_megatron.metrics import perplexity
 from hetero_megatron.runtime.clock import KINDS
-from hetero_megatron.runtime.session import StepResult
+from hetero_megatron.runtime.session import Evaluation, StepResult
 from hetero_megatron.strategy import Stage, Strategy
 
 COLUMNS = 80
@@ -97,13 +98,24 @@ def short_strategy(strategy: Strategy) -> str:
 
 
 def log_line(
-    result: StepResult, train_iters: int, global_batch_size: int, skipped: int, strategy: str
+    result: StepResult,
+    train_iters: int,
+    global_batch_size: int,
+    skipped: int,
+    strategy: str,
+    consumed_samples: int | None = None,
+    data_wait_seconds: float | None = None,
 ) -> str:
-    """One line in Megatron's format, with ` strategy | tokens/s | bubble ` appended."""
+    """One line in Megatron's format, with ` strategy | tokens/s | bubble | data wait ` appended.
+
+    `global_batch_size` is that of this step; `consumed_samples`, left out, is as many in each step so far.
+    """
+    if consumed_samples is None:
+        consumed_samples = result.iteration * global_batch_size
     seconds = result.seconds["step"]
     parts = [
         f" iteration {result.iteration:8d}/{train_iters:8d}",
-        f"consumed samples: {result.iteration * global_batch_size:12d}",
+        f"consumed samples: {consumed_samples:12d}",
         f"elapsed time per iteration (ms): {seconds * 1e3:.1f}",
         f"learning rate: {result.lr:.6E}",
         f"global batch size: {global_batch_size:5d}",
@@ -115,14 +127,34 @@ def log_line(
         f"tokens/s: {result.valid_tokens / seconds:.0f}",
         f"bubble: {100 * result.seconds['bubble'] / seconds:.1f}%",
     ]
+    if data_wait_seconds is not None:
+        parts.append(f"data wait (ms): {data_wait_seconds * 1e3:.1f}")
     note = f"\n  step {result.iteration} made no update: {result.skipped}" if result.skipped else ""
     return " | ".join(parts) + " |" + note
 
 
-class RunProgress:
-    """A progress bar that log lines scroll past; silent on ranks that do not lead, plain where there is no terminal."""
+def validation_line(iteration: int, evaluation: Evaluation) -> str:
+    """The result of an evaluation in Megatron's format.
 
-    def __init__(self, train_iters: int, shown: bool) -> None:
+    >>> validation_line(100, Evaluation(2.0, 4096))
+    ' validation loss at iteration 100 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 |'
+    """
+    loss = evaluation.loss
+    parts = [
+        f" validation loss at iteration {iteration}",
+        f"lm loss value: {loss:.6E}",
+        f"lm loss PPL: {perplexity(loss):.6E}",
+    ]
+    return " | ".join(parts) + " |"
+
+
+class RunProgress:
+    """A progress bar that log lines scroll past; silent on ranks that do not lead, plain where there is no terminal.
+
+    A resumed run begins with `completed` of its `train_iters` steps done.
+    """
+
+    def __init__(self, train_iters: int, shown: bool, completed: int = 0) -> None:
         self._console = Console(soft_wrap=True, highlight=False)
         self._shown = shown
         columns = (
@@ -135,7 +167,7 @@ class RunProgress:
         self._bar = Progress(
             *columns, console=self._console, transient=True, disable=not (shown and self._console.is_terminal)
         )
-        self._task = self._bar.add_task("training", total=train_iters, loss="-")
+        self._task = self._bar.add_task("training", total=train_iters, completed=completed, loss="-")
 
     def __enter__(self) -> "RunProgress":
         self._bar.start()
@@ -157,27 +189,42 @@ class RunProgress:
 
 
 class RunSummary:
-    """Figures of a whole run, for its end."""
+    """Figures of a whole run, or of what was run since it was resumed, for its end."""
 
     def __init__(self, flops_per_token: int) -> None:
         self.flops_per_token = flops_per_token
         self.losses: list[float] = []
+        self.evaluations: list[tuple[int, Evaluation]] = []
         self.tokens = 0
+        self.skipped = 0
+        self.data_wait_seconds = 0.0
         self.seconds = dict.fromkeys((*KINDS, "step"), 0.0)
+        self._first: int | None = None
+        self._last = 0
 
-    def add(self, result: StepResult) -> None:
-        """Count one step."""
-        if not result.skipped:
+    def add(self, result: StepResult, data_wait_seconds: float = 0.0) -> None:
+        """Count one step, and how long it waited for its data before it began."""
+        if result.skipped:
+            self.skipped += 1
+        else:
             self.losses.append(result.loss)
+        self._first, self._last = self._first or result.iteration, result.iteration
         self.tokens += result.valid_tokens
+        self.data_wait_seconds += data_wait_seconds
         for kind in self.seconds:
             self.seconds[kind] += result.seconds[kind]
+
+    def evaluated(self, iteration: int, evaluation: Evaluation) -> None:
+        """Note what was measured after a step."""
+        self.evaluations.append((iteration, evaluation))
 
     def print(self, folder: Path) -> None:
         """The summary as a table, and where the files are."""
         table = Table(title="run", title_justify="left", show_header=False)
         if self.losses:
             table.add_row("loss, first and last step", f"{self.losses[0]:.4f} -> {self.losses[-1]:.4f}")
+        if self.evaluations:
+            table.add_row("validation loss", self._validation())
         step = self.seconds["step"] or 1.0
         table.add_row("tokens/s (targets that count)", f"{self.tokens / step:.0f}")
         table.add_row("model FLOP/s, all ranks", f"{self.flops_per_token * self.tokens / step:.3g}")
@@ -186,10 +233,27 @@ class RunSummary:
         table.add_row(
             "time, average rank", "\n".join(f"{100 * s:5.1f}% {kind}" for kind, s in shares.items())
         )
-        table.add_row("steps", f"{len(self.losses)} in {self.seconds['step']:.1f} s")
+        if self.data_wait_seconds >= 0.05:
+            table.add_row("waited for data, this rank", f"{self.data_wait_seconds:.1f} s")
+        table.add_row("steps", self._steps())
         console = Console()
         console.print(table)
         # Outside the table, which would cut a long path.
         console.print(
             f"files: {folder / 'metrics.jsonl'}", soft_wrap=True, highlight=False, markup=False, emoji=False
         )
+
+    def _validation(self) -> str:
+        """The last loss, and the best one where that is another."""
+        iteration, last = self.evaluations[-1]
+        text = f"{last.loss:.4f} (perplexity {perplexity(last.loss):.2f}) after step {iteration}"
+        best_iteration, best = min(self.evaluations, key=lambda each: each[1].loss)
+        if best.loss < last.loss:
+            text += f"\n{best.loss:.4f} at best, after step {best_iteration}"
+        return text
+
+    def _steps(self) -> str:
+        # A run that began anew says only how many steps it made.
+        span = f", {self._first} to {self._last}" if (self._first or 1) > 1 else ""
+        skipped = f"\n{self.skipped} without an update" if self.skipped else ""
+        return f"{len(self.losses)} in {self.seconds['step']:.1f} s{span}{skipped}"

@@ -109,11 +109,21 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages in order, and how many micro-batches of at most how many packed rows run through them each step."""
+    """Stages in order, and how many micro-batches of at most how many packed rows run through them each step.
+
+    `max_tokens` is the most tokens of a micro-batch where documents are packed: a pipeline for short documents
+    holds less than a row of the longest ones.
+    """
 
     micro_batches: int
     micro_batch_size: int
     stages: tuple[Stage, ...]
+    max_tokens: int | None = None
+
+    def tokens(self, seq_length: int) -> int:
+        """Most tokens of a micro-batch."""
+        rows = self.micro_batch_size * seq_length
+        return rows if self.max_tokens is None else min(self.max_tokens, rows)
 
     @property
     def context_parallel_size(self) -> int:

@@ -76,6 +76,10 @@ def _check_pipeline(number: int, pipeline: "Pipeline", facts: "ModelFacts") -> N
             f"{name}: {pipeline.micro_batches} micro-batches of size {pipeline.micro_batch_size}; "
             "the count must be 0 or more and the size 1 or more"
         )
+    if pipeline.max_tokens is not None and pipeline.max_tokens < 1:
+        raise StrategyError(
+            f"{name}: max_tokens is {pipeline.max_tokens}; a micro-batch holds 1 token or more"
+        )
     if not pipeline.stages:
         raise StrategyError(f"{name} has no stage")
     for s, stage in enumerate(pipeline.stages):

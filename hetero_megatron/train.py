@@ -5,32 +5,25 @@ starts the local ranks itself.
 """
 
 import contextlib
-import json
-import math
+import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TextIO
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from rich.console import Console
 
-from hetero_megatron.data.batch import pack
-from hetero_megatron.data.dispatch import MicroBatchRows, deal
-from hetero_megatron.data.rows import PackedRows
-from hetero_megatron.errors import HeteroError, LayerError, StrategyError
-from hetero_megatron.graph.trace import trace
+from hetero_megatron.data.loader import Loader
+from hetero_megatron.errors import HeteroError, StrategyError
+from hetero_megatron.journal import Journal
 from hetero_megatron.layers.initial import initial_value, initial_values
-from hetero_megatron.layers.kernels import Facts, Kernels, choose_all
-from hetero_megatron.models.config import LlamaConfig, flops_per_token
-from hetero_megatron.models.llama import Llama
-from hetero_megatron.program import Program
-from hetero_megatron.recipe import Recipe, load_recipe
-from hetero_megatron.report import RunProgress, RunSummary, log_line, short_strategy, strategy_table
+from hetero_megatron.loop import Loop
+from hetero_megatron.models.hf_weights import hf_initial
+from hetero_megatron.recipe import load_recipe
+from hetero_megatron.report import short_strategy, strategy_table
+from hetero_megatron.run import DTYPES, Run, prepare
 from hetero_megatron.runtime.agree import agree_on_kernels
-from hetero_megatron.runtime.batch import MicroBatch
+from hetero_megatron.runtime.checkpoint import Saver
 from hetero_megatron.runtime.launch import (
     Rendezvous,
     end_at_once,
@@ -38,191 +31,83 @@ from hetero_megatron.runtime.launch import (
     preload,
     use_batch_scheduling,
 )
-from hetero_megatron.runtime.optimizer import OptimizerSettings
-from hetero_megatron.runtime.session import Session, StepResult
+from hetero_megatron.runtime.session import Session
 from hetero_megatron.runtime.state import ParameterSlot
+from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.runtime.world import World
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Run:
-    """A recipe that was checked and made ready; nothing has been started."""
-
-    recipe: Recipe
-    config: LlamaConfig
-    model: Llama
-    program: Program
-    rows: PackedRows
-    settings: OptimizerSettings
-    device: str
-    kernels: Kernels
-
-    def dealt(self, rank: int) -> tuple[MicroBatchRows, ...]:
-        """Row offsets of each micro-batch of this rank's pipeline in every step."""
-        number, _ = self.program.pipeline_of(rank)
-        pipelines = self.program.strategy.pipelines
-        sizes = [(pipeline.micro_batches, pipeline.micro_batch_size) for pipeline in pipelines]
-        return deal(self.recipe.training.global_batch_size, sizes)[number]
-
-    def batches(self, rank: int, iteration: int, device: torch.device) -> list[MicroBatch]:
-        """This rank's micro-batches of step `iteration` (from 0); only its own pipeline's rows are read."""
-        number, _ = self.program.pipeline_of(rank)
-        first = iteration * self.recipe.training.global_batch_size
-        multiple = self.program.token_multiple(number)
-        return [
-            pack([piece for row in rows for piece in self.rows.sample(first + row)], multiple, device)
-            for rows in self.dealt(rank)
-        ]
-
-
-def prepare(recipe: Recipe) -> Run:
-    """Everything that can be refused is refused here, before the first process.
-
-    Raises:
-        HeteroError: whatever does not do, with the recipe's file.
-    """
-    with recipe.named():
-        config, training = recipe.make_config(), recipe.training
-        model = Llama(config)
-        program = build_program(recipe, model)
-        rows = PackedRows(recipe.open_corpus(), training.seed, training.seq_length)
-        device = _device_type(program)
-        kernels = _kernels(recipe, config, device)
-        run = Run(recipe, config, model, program, rows, _settings(recipe), device, kernels)
-        recipe.make_folder()
-        return run
-
-
-def build_program(recipe: Recipe, model: Llama) -> Program:
-    """The Program of a recipe's model and strategy on its cluster."""
-    return Program.build(trace(model), recipe.make_strategy(), model.config.facts, recipe.make_cluster())
-
-
-def _settings(recipe: Recipe) -> OptimizerSettings:
-    t = recipe.training
-    return OptimizerSettings(
-        name=t.optimizer,
-        lr=t.lr,
-        min_lr=t.min_lr,
-        lr_decay_style=t.lr_decay_style,
-        lr_warmup_iters=t.lr_warmup_iters,
-        train_iters=t.train_iters or 0,
-        beta1=t.adam_beta1,
-        beta2=t.adam_beta2,
-        eps=t.adam_eps,
-        weight_decay=t.weight_decay,
-        clip_grad=t.clip_grad,
-    )
-
-
-def _kernels(recipe: Recipe, config: LlamaConfig, device: str) -> Kernels:
-    """The kernels of a run; nothing is imported yet.
-
-    Raises:
-        LayerError: one that the recipe asks for cannot run here.
-    """
-    strategy = recipe.make_strategy()
-    if strategy.has_ring and recipe.kernels.attention != "auto":
-        raise LayerError(
-            f"kernels.attention: {recipe.kernels.attention} has no ring form, and pipelines with cp > 1 would pass it "
-            "over; leave it auto, or use context_parallel ulysses"
-        )
-    adam_device = "cpu" if strategy.offload_optimizer else device
-    dtype, facts = DTYPES[recipe.training.precision], Facts(config.head_size)
-    optimizer = recipe.training.optimizer
-    return choose_all(recipe.kernels.model_dump(), device, dtype, facts, adam_device, optimizer)
-
-
-def _device_type(program: Program) -> str:
-    """`cpu` for a CPU cluster; a cluster of GPUs needs GPUs on this machine.
-
-    Raises:
-        StrategyError: the recipe's cluster has GPUs and this machine has none.
-    """
-    kind = program.cluster.kind(program.strategy.ranks[0]).name
-    if kind == "cpu":
-        return "cpu"
-    # is_available() starts CUDA in this process, after which no forked rank could use it; counting does not.
-    if not torch.cuda.device_count():
-        raise StrategyError(
-            f"cluster: the recipe is for {kind} devices and this machine has no GPU that torch can use; "
-            "`explain` and `switch` work without one, and a recipe without `cluster` runs on this machine's CPU"
-        )
-    return "cuda"
+from hetero_megatron.watch import SkipWatch, SpikeWatch
 
 
 def start_session(run: Run, world: World) -> Session:
-    """A Session with layout-independent initial values (DESIGN decision 5)."""
+    """A Session with the weights of a checkpoint, of a Hugging Face folder, or with initial ones by name and index."""
+    saved, training = run.start.saved, run.recipe.training
+    agree_on_kernels(world, run.kernels.names)
+    session = Session(
+        run.program,
+        world,
+        dict(run.model.named_modules()),
+        _initial(run, world.device),
+        run.settings,
+        DTYPES[training.precision],
+        run.kernels.load(),
+        training.bucket_size,
+    )
+    if saved:
+        saved.restore(session, say=print if world.rank == world.ranks[0] else _nothing)
+    return session
+
+
+def _initial(run: Run, device: torch.device) -> Callable[[ParameterSlot], torch.Tensor]:
+    """The first value of a shard, which no strategy changes (DESIGN decision 5)."""
+    folder = run.recipe.weights_folder
+    if run.start.saved is not None:
+        return run.start.saved.initial
+    if folder is not None:
+        return hf_initial(folder, run.config)
     specs, seed = initial_values(run.model), run.recipe.training.seed
 
     def initial(slot: ParameterSlot) -> torch.Tensor:
-        return initial_value(
-            slot.name, specs[slot.name], slot.bounds, slot.full_shape, seed, device=world.device
-        )
+        return initial_value(slot.name, specs[slot.name], slot.bounds, slot.full_shape, seed, device=device)
 
-    dtype = DTYPES[run.recipe.training.precision]
-    agree_on_kernels(world, run.kernels.names)
-    modules, kernels = dict(run.model.named_modules()), run.kernels.load()
-    return Session(
-        run.program, world, modules, initial, run.settings, dtype, kernels, run.recipe.training.bucket_size
-    )
+    return initial
 
 
-def train_rank(run: Run, world: World) -> None:
+def train_rank(run: Run, world: World, loader: Loader, request: StopRequest) -> None:
     """Train on this rank; the lowest rank writes the log and the metrics and prints the summary."""
-    training, strategy = run.recipe.training, short_strategy(run.program.strategy)
-    leads = world.rank == world.ranks[0]
     session = start_session(run, world)
-    summary = RunSummary(flops_per_token(run.config, training.seq_length))
-    folder = Path(run.recipe.output.folder)
-    with (
-        _metrics(folder if leads else None) as metrics,
-        RunProgress(run.settings.train_iters, leads) as progress,
-    ):
-        for iteration in range(run.settings.train_iters):
-            batches = run.batches(world.rank, iteration, world.device)
-            result = session.step(batches, skip_nonfinite=training.nonfinite == "skip")
-            summary.add(result)
-            progress.advance(result)
-            if metrics is not None:
-                print(json.dumps(_metric(result)), file=metrics, flush=True)
-            if result.skipped or result.iteration == 1 or result.iteration % training.log_interval == 0:
-                sizes = (run.settings.train_iters, training.global_batch_size, session.skipped_iterations)
-                progress.log(log_line(result, *sizes, strategy))
-    if leads:
-        summary.print(folder)
+    recipe, memory = run.recipe, run.start.memory
+    section = recipe.checkpoint
+    with Journal.kept(run, session) as journal:
+        saver = Saver(run.folder, session, section.keep_last, section.asynchronous, say=journal.say)
+        spikes = recipe.logging.spike_factor
+        loop = Loop(
+            session,
+            loader,
+            saver,
+            request,
+            run.settings.train_iters,
+            recipe.training.nonfinite == "skip",
+            SpikeWatch.from_json(spikes, memory["spikes"]) if memory else SpikeWatch(spikes),
+            SkipWatch(recipe.training.nonfinite_limit, memory.get("skips", 0)),
+            facts=_facts(run),
+            told=journal.step,
+            checkpoint=section,
+            evaluation=recipe.evaluation,
+            held_out=run.held_out_batches(world.rank, world.device),
+            consumed_tokens=memory.get("consumed_tokens", 0),
+        )
+        journal.end(loop.run())
 
 
-@contextlib.contextmanager
-def _metrics(folder: Path | None) -> Iterator[TextIO | None]:
-    """`metrics.jsonl` in the run folder, or nothing on a rank that does not lead."""
-    if folder is None:
-        yield None
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
-        yield file
-
-
-def _metric(result: StepResult) -> dict[str, float | int | str | None]:
-    """One line of metrics; a loss or norm that is not finite is null, which JSON can say."""
-    seconds = result.seconds["step"]
-    line: dict[str, float | int | str | None] = {
-        "iteration": result.iteration,
-        "loss": _finite(result.loss),
-        "grad_norm": _finite(result.grad_norm),
-        "lr": result.lr,
-        "valid_tokens": result.valid_tokens,
-        "step_seconds": seconds,
-        "tokens_per_second": result.valid_tokens / seconds,
+def _facts(run: Run) -> dict[str, object]:
+    """What a checkpoint says besides where the run stands."""
+    return {
+        "settings": run.settings.to_json(),
+        "identity": run.identity,
+        "model": dataclasses.asdict(run.config),
+        "recipe": run.recipe.model_dump(mode="json"),
+        "strategy": short_strategy(run.program.strategy),
     }
-    return line | ({"skipped": result.skipped} if result.skipped else {})
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 def start(run: Run, environment: Mapping[str, str]) -> int:
@@ -260,12 +145,13 @@ def pretrain(run: Run) -> int:
     preload(any(stage.recompute for pipeline in strategy.pipelines for stage in pipeline.stages))
     _announce(run)
 
-    def main(rendezvous: Rendezvous) -> None:
-        world = _join(run, rendezvous, rendezvous.index)
-        train_rank(run, world)
-        world.leave()
+    request = StopRequest()
 
-    return fork_ranks(len(ranks), main, ranks=ranks)
+    def main(rendezvous: Rendezvous) -> None:
+        _work(run, rendezvous, ranks[rendezvous.index], rendezvous.index, request)
+
+    with request.listening():
+        return fork_ranks(len(ranks), main, ranks=ranks, request=request)
 
 
 def pretrain_under_launcher(run: Run, index: int, local_index: int, processes: int) -> None:
@@ -287,11 +173,26 @@ def pretrain_under_launcher(run: Run, index: int, local_index: int, processes: i
     if run.device == "cpu":
         torch.set_num_threads(1)
         use_batch_scheduling()
-    with end_at_once(ranks[index]):
-        world = _join(run, None, local_index)
-        if world.rank == world.ranks[0]:
+    request = StopRequest()
+    with end_at_once(ranks[index]), request.listening():
+        if index == 0:
             _announce(run)
-        train_rank(run, world)
+        _work(run, None, ranks[index], local_index, request)
+
+
+def _work(run: Run, rendezvous: Rendezvous | None, rank: int, local_index: int, request: StopRequest) -> None:
+    """The life of one rank; its data workers are forked before it has a connection to anyone."""
+    with contextlib.ExitStack() as stack:
+        loader = stack.enter_context(run.data.loader(run.program, rank, run.start.position))
+        world = _join(run, rendezvous, local_index)
+        agreed = run.agreed(world)
+        if agreed is not run:
+            loader.close()
+            # A process that has started CUDA cannot be forked any more.
+            workers = 0 if run.device == "cuda" else None
+            position = agreed.start.position
+            loader = stack.enter_context(agreed.data.loader(run.program, rank, position, workers))
+        train_rank(agreed, world, loader, request)
         world.leave()
 
 
@@ -311,6 +212,13 @@ def _announce(run: Run) -> None:
         console.print(f"optimizer: {run.settings.name}", highlight=False)
     if run.program.strategy.has_ring:
         console.print("ring attention, where cp > 1: torch's kernels block by block", highlight=False)
+    for notice in run.notices:
+        console.print(notice, soft_wrap=True, markup=False, highlight=False)
+
+
+def _nothing(text: str) -> None:
+    """The first rank says it."""
+    del text
 
 
 def _check_gpus(kind: str, needed: int) -> None:

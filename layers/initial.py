@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hetero_megatron.errors import LayerError
 
-Initial = tuple[Literal["normal"], float] | tuple[Literal["ones"]]
+Initial = tuple[Literal["normal"], float] | tuple[Literal["ones", "zeros"]]
 Bounds = tuple[tuple[int, int], ...]
 
 # Elements made at once: temporaries of a chunk stay in a CPU's cache, and fill a GPU.
@@ -54,8 +54,10 @@ def initial_value(
     local_shape = [hi - lo for lo, hi in bounds]
     if spec[0] == "ones":
         return torch.ones(local_shape, dtype=dtype, device=device)
+    if spec[0] == "zeros":
+        return torch.zeros(local_shape, dtype=dtype, device=device)
     if spec[0] != "normal":
-        raise LayerError(f"{name}: start {spec[0]!r} is unknown; known: 'normal', 'ones'")
+        raise LayerError(f"{name}: start {spec[0]!r} is unknown; known: 'normal', 'ones', 'zeros'")
     value = torch.empty(local_shape, dtype=dtype, device=device)
     key = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
     rows_at, columns = _rows(bounds, full_shape)

@@ -1,6 +1,6 @@
 """Rotary position embedding in the half layout of Hugging Face (paper Table 6).
 
-Dim i of a head turns together with dim i + K/2, by position * theta^(-2i/K).
+Dim i of a head turns together with dim i + K/2, by position * theta^(-2i/K), or by a scaled frequency.
 Shape legend: `T` packed tokens, `C` heads x head size, `H` heads, `K` head size, `J` half of it; local sizes.
 """
 
@@ -13,12 +13,13 @@ from hetero_megatron.errors import LayerError
 from hetero_megatron.graph.signature import Signature
 from hetero_megatron.layers.layer import Layer
 from hetero_megatron.layers.per_batch import PerBatch
+from hetero_megatron.layers.rope_scaling import RopeScaling, inverse_frequencies
 from hetero_megatron.runtime.batch import Segments
 
 Angles = tuple[Tensor, Tensor]
 
 
-def rotary_angles(head_dim: int, theta: float) -> PerBatch[Angles]:
+def rotary_angles(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> PerBatch[Angles]:
     """Cosine and sine per token, one object for all layers of a model.
 
     Made in FP32, used in the activation's dtype. The cosine is [T, 1, K], both halves; the sine [T, 1, K/2].
@@ -27,9 +28,9 @@ def rotary_angles(head_dim: int, theta: float) -> PerBatch[Angles]:
         raise LayerError(f"rotary embedding turns pairs of dims; head_dim {head_dim} is odd")
 
     def make(segments: Segments, device: torch.device, dtype: torch.dtype) -> Angles:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        frequencies = inverse_frequencies(head_dim, theta, scaling, device)
         positions_T = segments.positions_T.to(device=device, dtype=torch.float32)
-        angles = torch.outer(positions_T, 1.0 / theta**exponents)[:, None, :]
+        angles = torch.outer(positions_T, frequencies)[:, None, :]
         cosine = angles.cos()
         return torch.cat((cosine, cosine), -1).to(dtype), angles.sin().to(dtype)
 

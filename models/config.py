@@ -1,9 +1,15 @@
 """Sizes of a Llama, and what follows from them: parameters and training FLOPs (paper Table 6)."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from hetero_megatron.errors import ModelError
+from hetero_megatron.layers.rope_scaling import RopeScaling
 from hetero_megatron.strategy import ModelFacts
+
+WITHOUT_EFFECT = ("init_std", "max_position_embeddings")
+"""Fields that do not change what a model with given weights computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +17,10 @@ class LlamaConfig:
     """Sizes and constants of one Llama; nothing about how it is trained or sharded.
 
     `head_dim` None means hidden_size / num_attention_heads; `num_query_groups` counts key/value heads. With
-    `tie_word_embeddings` the head has no weight of its own: it uses the embedding's.
+    `tie_word_embeddings` the head has no weight of its own: it uses the embedding's. `qkv_bias` adds biases to
+    queries, keys and values, `attention_out_bias` to what attention gives the residual stream, `mlp_bias` to all three
+    products of the feed-forward block. `sliding_window`: tokens that attention looks back, itself included; documents
+    must not be longer, because no window is built. `max_position_embeddings` is only passed on to exports.
 
     Raises:
         ModelError: a size that is not positive, or heads that do not divide.
@@ -28,12 +37,18 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.02
     tie_word_embeddings: bool = False
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            given = value is not None or field.name != "head_dim"
-            if given and not isinstance(value, bool) and value <= 0:
+            given = value is not None or field.default is not None
+            if given and not isinstance(value, (bool, RopeScaling)) and value <= 0:
                 raise ModelError(f"{field.name} is {value}; it must be positive")
         heads, groups = self.num_attention_heads, self.num_query_groups
         if heads % groups:
@@ -78,14 +93,20 @@ class LlamaConfig:
         )
 
 
+def _biases_per_layer(config: LlamaConfig) -> int:
+    qkv = config.query_size + 2 * config.kv_size
+    mlp = 2 * config.ffn_hidden_size + config.hidden_size
+    return config.qkv_bias * qkv + config.attention_out_bias * config.hidden_size + config.mlp_bias * mlp
+
+
 def _matrix_weights_per_layer(config: LlamaConfig) -> int:
     attention = 2 * config.hidden_size * (config.query_size + config.kv_size)
     return attention + 3 * config.hidden_size * config.ffn_hidden_size
 
 
 def count_parameters(config: LlamaConfig) -> int:
-    """All parameters: embedding, layers with two norms each, final norm, and the head unless it is tied."""
-    per_layer = _matrix_weights_per_layer(config) + 2 * config.hidden_size
+    """All parameters: embedding, layers with two norms and any biases, final norm, and the head unless it is tied."""
+    per_layer = _matrix_weights_per_layer(config) + _biases_per_layer(config) + 2 * config.hidden_size
     tables = 1 if config.tie_word_embeddings else 2
     return (
         config.num_layers * per_layer + tables * config.vocab_size * config.hidden_size + config.hidden_size
@@ -100,3 +121,35 @@ def flops_per_token(config: LlamaConfig, seq_length: int) -> int:
     """
     matrices = config.num_layers * _matrix_weights_per_layer(config) + config.vocab_size * config.hidden_size
     return 6 * matrices + 6 * config.num_layers * config.query_size * seq_length
+
+
+def differences(first: LlamaConfig, second: LlamaConfig) -> dict[str, tuple[object, object]]:
+    """The fields in which two models compute something else, with both values."""
+    found: dict[str, tuple[object, object]] = {}
+    for field in fields(LlamaConfig):
+        name = "head_size" if field.name == "head_dim" else field.name
+        pair = (getattr(first, name), getattr(second, name))
+        if field.name not in WITHOUT_EFFECT and pair[0] != pair[1]:
+            found[field.name] = pair
+    return found
+
+
+def config_to_values(config: LlamaConfig) -> dict[str, Any]:
+    """The fields as JSON values, as a checkpoint keeps them under `model` of its payload."""
+    return asdict(config)
+
+
+def config_from_values(values: Mapping[str, Any]) -> LlamaConfig:
+    """The model behind `config_to_values`.
+
+    Raises:
+        ModelError: a field is missing or unknown, or the fields describe no model.
+    """
+    known = {field.name for field in fields(LlamaConfig)}
+    if unknown := sorted(set(values) - known):
+        raise ModelError(f"a model has no field {unknown[0]!r}; a newer version may have saved it")
+    scaling = values.get("rope_scaling")
+    try:
+        return LlamaConfig(**{**values, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+    except TypeError as error:
+        raise ModelError(f"the saved fields describe no model: {error}") from error

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hetero_megatron.layers import (
     Attention,
+    Bias,
     CrossEntropy,
     Embedding,
     Linear,
@@ -23,6 +24,7 @@ from hetero_megatron.layers import (
     initial_values,
     rotary_angles,
 )
+from hetero_megatron.layers.bias import plus
 from hetero_megatron.layers.rotary import Angles
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.runtime.batch import Segments
@@ -57,18 +59,31 @@ class TransformerLayer(nn.Module):
         self.down = Linear(ffn, hidden, out_std)
         self.mlp_out = Reshard()
 
+        def bias(wanted: bool, features: int) -> Bias | None:
+            return Bias(features) if wanted else None
+
+        self.wq_bias = bias(config.qkv_bias, config.query_size)
+        self.wk_bias = bias(config.qkv_bias, config.kv_size)
+        self.wv_bias = bias(config.qkv_bias, config.kv_size)
+        self.wo_bias = bias(config.attention_out_bias, hidden)
+        self.gate_bias = bias(config.mlp_bias, ffn)
+        self.up_bias = bias(config.mlp_bias, ffn)
+        self.down_bias = bias(config.mlp_bias, hidden)
+
     def forward(self, x_TD: Tensor, segments: Segments) -> Tensor:
         """The residual stream after this layer."""
         x_TD = self.entry(x_TD)
 
         h_TD = self.attention_in(self.attention_norm(x_TD))
-        q_TC, k_TC, v_TC = self.wq(h_TD), self.wk(h_TD), self.wv(h_TD)
+        q_TC, k_TC = plus(self.wq_bias, self.wq(h_TD)), plus(self.wk_bias, self.wk(h_TD))
+        v_TC = plus(self.wv_bias, self.wv(h_TD))
         q_TC, k_TC = self.rope(q_TC, segments), self.rope(k_TC, segments)
         a_TC = self.attention(q_TC, k_TC, v_TC, segments)
-        x_TD = x_TD + self.attention_out(self.wo(a_TC))
+        x_TD = x_TD + plus(self.wo_bias, self.attention_out(self.wo(a_TC)))
 
         h_TD = self.mlp_in(self.mlp_norm(x_TD))
-        return x_TD + self.mlp_out(self.down(self.swiglu(self.gate(h_TD), self.up(h_TD))))
+        gate_TF, up_TF = plus(self.gate_bias, self.gate(h_TD)), plus(self.up_bias, self.up(h_TD))
+        return x_TD + plus(self.down_bias, self.mlp_out(self.down(self.swiglu(gate_TF, up_TF))))
 
 
 class Llama(nn.Module):
@@ -80,7 +95,8 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        angles, borders = rotary_angles(config.head_size, config.rope_theta), document_borders()
+        angles = rotary_angles(config.head_size, config.rope_theta, config.rope_scaling)
+        borders = document_borders()
         with torch.device("meta"):
             self.embedding = Embedding(config.vocab_size, config.hidden_size, config.init_std)
             self.embedding_out = Reshard()

@@ -484,6 +484,11 @@ class Costs:
             seconds - max(pipelines, default=0.0),
         )
 
+    def full(self, pipeline: Pipeline) -> Lengths:
+        """The documents of a micro-batch as large as the pipeline takes them, each as long as it may be."""
+        whole, rest = divmod(pipeline.tokens(self.seq_length), self.seq_length)
+        return (self.seq_length,) * whole + ((rest,) if rest else ())
+
     def _pipeline(
         self,
         strategy: Strategy,
@@ -498,10 +503,8 @@ class Costs:
             return (0.0,) * len(stages), (0.0,) * len(stages), (0.0,) * len(stages)
         order, late = self._order(strategy, number, pipeline, count), pipeline.chunks == 1
         if lengths is None or len(set(lengths)) == 1:
-            tokens = pipeline.micro_batch_size * self.seq_length
-            pairs = tokens * self.seq_length
-            if lengths is not None:
-                tokens, pairs = sum(lengths[0]), sum(length * length for length in lengths[0])
+            documents = self.full(pipeline) if lengths is None else lengths[0]
+            tokens, pairs = sum(documents), sum(length * length for length in documents)
             seconds = self._slots(pipeline, order, tokens, pairs)
             travel = [self.boundary(stages[a], stages[b], tokens) for a, b in order.boundaries]
             forward, backward, total = _by_stage(order, seconds, len(stages))
@@ -547,8 +550,9 @@ class Costs:
         for number, pipeline in enumerate(strategy.pipelines):
             own = lengths[number] if lengths is not None else None
             if own is None:
-                tokens = pipeline.micro_batch_size * self.seq_length
-                sizes = {(tokens, tokens * self.seq_length): pipeline.micro_batches}
+                full = self.full(pipeline)
+                size = (sum(full), sum(length * length for length in full))
+                sizes = {size: pipeline.micro_batches}
             else:
                 sizes = {}
                 for documents in own:

@@ -172,7 +172,7 @@ class Footprint:
 
     def _tokens(self, pipeline: Pipeline, shares: tuple[int, ...], part: int, strategy: Strategy) -> int:
         """Most tokens of a micro-batch on a part, padded to what its stages cut."""
-        share = -(-pipeline.micro_batch_size * self.seq_length * shares[part] // sum(shares))
+        share = -(-pipeline.tokens(self.seq_length) * shares[part] // sum(shares))
         multiple = 1
         if strategy.sequence_parallel:
             for stage in pipeline.stages:

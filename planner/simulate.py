@@ -129,7 +129,7 @@ def simulate(
 ) -> Simulation:
     """Run one step of `program` without devices.
 
-    `lengths`: per pipeline, the documents of each micro-batch; None for full micro-batches of whole rows.
+    `lengths`: per pipeline, the documents of each micro-batch; None for micro-batches as large as the strategy allows.
 
     Raises:
         PlannerError: micro-batches are given for another number of pipelines.
@@ -145,8 +145,8 @@ def simulate(
     ends: list[tuple[float, ...]] = []
     backward: list[tuple[float, ...]] = []
     for number, pipeline in enumerate(strategy.pipelines):
-        rows = ((costs.seq_length,) * pipeline.micro_batch_size,) * pipeline.micro_batches
-        run = _PipelineRun(program, costs, number, rows if lengths is None else lengths[number])
+        full = (costs.full(pipeline),) * pipeline.micro_batches
+        run = _PipelineRun(program, costs, number, full if lengths is None else lengths[number])
         run.play(gather.behind[number])
         spans += run.spans
         ends.append(run.ends)

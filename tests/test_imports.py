@@ -30,7 +30,27 @@ FLOORS: tuple[
     [("layers",), ("data",)],
     [("models",)],
     [("planner",)],
-    [("recipe", "recipe_sections", "recipe_text", "recipes", "report", "train", "cli", "__main__")],
+    [
+        (
+            "recipe",
+            "recipe_data",
+            "preparing",
+            "recipe_model",
+            "recipe_sections",
+            "recipe_text",
+            "recipes",
+            "report",
+            "metrics",
+            "watch",
+            "starting",
+            "run",
+            "journal",
+            "loop",
+            "train",
+            "cli",
+            "__main__",
+        )
+    ],
 )
 ROOM = {name: (floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms for name in room}
 TOP = ("layers", "data", "models", "planner", "recipes")

@@ -13,6 +13,7 @@ from hetero_megatron.strategy import Stage, Strategy
 from tests.distributed.training import T0, het4, stage, strategy
 
 GRAPH = trace(Llama(T0))
+BIASED = replace(T0, qkv_bias=True, attention_out_bias=True, mlp_bias=True)
 
 
 def annotated(plan: Strategy) -> dict[str, Annotation]:
@@ -26,7 +27,8 @@ def on(*subgroups: tuple[tuple[int, ...], dict[int, int]], hdim: int = -1) -> An
 
 def test_every_leaf_and_every_reshard_has_an_annotation() -> None:
     assert annotated(het4()).keys() == {*GRAPH.parameters, *GRAPH.reshards, *GRAPH.inputs}
-    modules = {name.rsplit(".", 1)[0].rsplit(".", 1)[-1] for name in GRAPH.parameters}
+    biased = trace(Llama(BIASED))
+    modules = {name.rsplit(".", 1)[0].rsplit(".", 1)[-1] for name in biased.parameters}
     assert modules == set(PARAMETER_ROLES)
     assert {name.rsplit(".", 1)[-1] for name in GRAPH.reshards} == set(RESHARD_ROLES)
 
@@ -120,3 +122,22 @@ def test_a_module_without_a_role_is_named_with_those_that_have_one(
 ) -> None:
     with pytest.raises(StrategyError, match=message):
         annotate(het4(), T0.facts, parameters, reshards, [])
+
+
+def test_a_bias_is_cut_as_the_result_it_is_added_to_and_its_states_stay_where_they_are_under_zero() -> None:
+    graph = trace(Llama(BIASED))
+    found = dict(annotate(replace(het4(), zero=1), T0.facts, graph.parameters, graph.reshards, graph.inputs))
+    for name in ("wq", "wk", "wv", "gate", "up"):
+        cut = found[f"layers.1.{name}_bias.bias"]
+        assert cut == on(((0, 1), {0: 2}), ((3,), {}))
+        assert found[f"layers.1.{name}_bias.bias@state"] == cut
+    for name in ("wo", "down"):
+        assert found[f"layers.1.{name}_bias.bias"] == on(((0, 1), {-1: 2}), ((3,), {}))
+        assert found[f"layers.1.{name}_bias.bias@state"] == on(((0, 1), {-1: 2}), ((3,), {}), hdim=0)
+    wide = dict(
+        annotate(
+            strategy((1, 1, [stage("0-3", "0-3")])),
+            T0.facts, graph.parameters, graph.reshards, graph.inputs,
+        )
+    )  # fmt: skip
+    assert wide["layers.1.wk_bias.bias"] == on(((0, 1, 2, 3), {0: 2, -1: 2})), "two kv heads on four ranks"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_megatron.data.corpus import Files
+from hetero_megatron.data.byte_documents import ByteDocuments
 from hetero_megatron.errors import RecipeError
 from hetero_megatron.models.presets import PRESETS
 from hetero_megatron.pipeline.schedule import gpipe
@@ -134,9 +134,15 @@ def test_a_stage_without_layers_holds_only_the_head() -> None:
 
 def test_data_is_the_standard_library_a_folder_or_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    assert load_recipe(QUICKSTART).open_corpus() == Files.standard_library()
-    assert load_recipe(QUICKSTART, [f"data={tmp_path}"]).open_corpus().names == ("a.txt",)
-    assert len(load_recipe(QUICKSTART, [f"data.files=[{tmp_path / 'a.txt'}]"]).open_corpus()) == 1
+    names = {
+        "training.seed=1": "__future__.py",
+        f"data={tmp_path}": "a.txt",
+        f"data.files=[{tmp_path / 'a.txt'}]": str(tmp_path / "a.txt"),
+    }
+    for change, name in names.items():
+        [source] = load_recipe(QUICKSTART, [change]).open_sources(print)
+        assert isinstance(source.documents, ByteDocuments)
+        assert source.documents.name(0) == name
 
 
 def test_the_json_schema_admits_shorthands_and_names_every_section() -> None:

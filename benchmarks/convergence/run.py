@@ -1,6 +1,6 @@
 """The convergence check of the paper's Appendix B at small scale: two layouts and one device on the same corpus.
 
-    python benchmarks/convergence/run.py [--png docs/convergence.png] [--set training.train_iters=20]
+    python benchmarks/convergence/run.py [--png docs/convergence.png] [--set training.train_iters=50]
 
 Trains the three recipes beside this file one after another, prints by how much the losses of the layouts differ from
 those of one device, and draws the curves. Needs matplotlib (`pip install -e '.[plots]'`).

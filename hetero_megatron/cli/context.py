@@ -35,7 +35,8 @@ def attention_lines(program: Program, seq_length: int, head_dim: int, width: int
     for number, pipeline in enumerate(program.strategy.pipelines):
         if (count := pipeline.context_parallel_size) == 1:
             continue
-        ends = tuple(range(0, (pipeline.micro_batch_size + 1) * seq_length, seq_length))
+        tokens = pipeline.tokens(seq_length)
+        ends = (*range(0, tokens, min(tokens, seq_length)), tokens)
         multiples = [program.token_multiple(number, part) for part in range(count)]
         parts = share(ends, pipeline.token_shares, multiples)
         found: dict[tuple[int, int], list[int]] = {}

@@ -24,8 +24,8 @@ from hetero_megatron.pipeline.timing import clock
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.report import layer_text, rank_text, strategy_table
+from hetero_megatron.run import DTYPES, build_program
 from hetero_megatron.strategy import Stage
-from hetero_megatron.train import DTYPES, build_program
 
 ACTIVATION, GRADIENT = "activation", "gradient"
 _FP32_BYTES = 4
@@ -143,7 +143,7 @@ def _attention(program: Program, recipe: Recipe, rank: int | None) -> list[Atten
 def _tokens(program: Program, seq_length: int) -> list[int]:
     """Of one micro-batch, by subgroup: context-parallel parts share the tokens of their pipeline."""
     return [
-        max(1, pipeline.micro_batch_size * seq_length * share // sum(pipeline.token_shares))
+        max(1, pipeline.tokens(seq_length) * share // sum(pipeline.token_shares))
         for pipeline in program.strategy.pipelines
         for share in pipeline.token_shares
     ]
@@ -171,6 +171,7 @@ def _as_json(
             {
                 "micro_batches": pipeline.micro_batches,
                 "micro_batch_size": pipeline.micro_batch_size,
+                **({} if pipeline.max_tokens is None else {"max_tokens": pipeline.max_tokens}),
                 "stages": [
                     {
                         "ranks": list(stage.ranks),

@@ -6,10 +6,11 @@ Commands import what they run when they run, so that `--help` and a misspelt rec
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from hetero_megatron.cli.data import app as data
 from hetero_megatron.cli.errors import reported
 from hetero_megatron.errors import RecipeError
 
@@ -20,6 +21,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(data, name="data")
+convert = typer.Typer(help="Turn Hugging Face folders into run folders, and back.", no_args_is_help=True)
+app.add_typer(convert, name="convert")
 
 RecipeFile = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/quickstart.yaml.")
@@ -180,6 +185,43 @@ def _lost_ranks(text: str) -> frozenset[int]:
         return frozenset(number_list(text)) if text else frozenset()
     except RecipeError as error:
         raise RecipeError(f"--lost: {error}") from error
+
+
+@convert.command("hf-to-run")
+def hf_to_run(
+    source: Annotated[Path, typer.Argument(metavar="HF_FOLDER", help="With config.json and safetensors.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Gets a checkpoint of iteration 0.")],
+) -> None:
+    """Make a run's first checkpoint from Hugging Face weights; checkpoint.load or resume then starts from it."""
+    from hetero_megatron.cli import convert as command
+
+    command.hf_to_run(source, run)
+
+
+@convert.command("run-to-hf")
+def run_to_hf(
+    run: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="A run's folder, or one checkpoint.")],
+    target: Annotated[Path, typer.Argument(metavar="HF_FOLDER", help="Gets the model; must not have one.")],
+    iteration: Annotated[
+        int | None, typer.Option("--iteration", help="Which checkpoint; left out, the newest.")
+    ] = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16"] | None,
+        typer.Option("--dtype", help="Left out: that of the Hugging Face folder the run came from, or fp32."),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Bytes of a file: 5GB, 500MB, 2GiB.")
+    ] = "5GB",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option("--tokenizer", metavar="FOLDER", help="Whose tokenizer files are copied."),
+    ] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder that transformers loads."""
+    from hetero_megatron.cli import convert as command
+
+    size = command.shard_bytes(max_shard_size)
+    command.run_to_hf(run, target, iteration, dtype, size, tokenizer)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

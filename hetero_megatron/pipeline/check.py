@@ -10,12 +10,12 @@ from hetero_megatron.pipeline.dry_run import dry_run
 from hetero_megatron.pipeline.lower import PipelineActions
 
 
-def check(pipelines: Sequence[PipelineActions]) -> None:
+def check(pipelines: Sequence[PipelineActions], backward: bool = True) -> None:
     """Refuse actions that are incomplete, contradict each other between stages, or can hang.
 
     Pipelines may run different numbers of micro-batches; the stages of one pipeline may not. The last part
     is a dry run in which every send waits for its receiver, so a schedule that passes cannot hang on any
-    transport.
+    transport. Without `backward` every micro-batch has an F and no B, as in evaluation.
 
     Raises:
         ScheduleError: naming pipeline, stage, action and counts; a deadlock is followed by the printed grid.
@@ -24,15 +24,15 @@ def check(pipelines: Sequence[PipelineActions]) -> None:
     for number, actions in enumerate(pipelines):
         if actions not in seen:
             seen.add(actions)
-            check_compute(f"pipeline {number}", actions)
+            check_compute(f"pipeline {number}", actions, backward)
             check_messages(f"pipeline {number}", actions)
             if (run := dry_run(actions)).stuck:
                 raise ScheduleError(f"pipeline {number}: {run.explain()}")
             check_order(f"pipeline {number}", actions)
 
 
-def check_compute(name: str, actions: PipelineActions) -> None:
-    """Every micro-batch has one F and then one B in every place; all places run the same micro-batches."""
+def check_compute(name: str, actions: PipelineActions, backward: bool = True) -> None:
+    """Every micro-batch has one F and then one B (or none) in every place; all places run the same micro-batches."""
     if not actions.stages:
         raise ScheduleError(f"{name} has no stage; at least 1 is needed")
     places = {(stage, 0) for stage in range(len(actions.stages))}
@@ -46,7 +46,7 @@ def check_compute(name: str, actions: PipelineActions) -> None:
                 f"{here} is named by a boundary, but the pipeline has {len(actions.stages)} stages"
             )
         ran[stage, chunk] = _check_place(
-            here, [action for action in actions.compute[stage] if action.chunk == chunk]
+            here, [action for action in actions.compute[stage] if action.chunk == chunk], backward
         )
     first = ran[0, 0]
     for (stage, chunk), found in ran.items():
@@ -63,10 +63,12 @@ def check_compute(name: str, actions: PipelineActions) -> None:
             )
 
 
-def _check_place(here: str, tasks: Sequence[Action]) -> set[int]:
+def _check_place(here: str, tasks: Sequence[Action], with_backward: bool) -> set[int]:
     forward: set[int] = set()
     backward: set[int] = set()
     for action in tasks:
+        if action.kind == "B" and not with_backward:
+            raise ScheduleError(f"{here} runs {action}; a forward-only schedule has no backward")
         done = forward if action.kind == "F" else backward
         if action.micro_batch in done:
             raise ScheduleError(f"{here} runs {action} twice; once per micro-batch is right")
@@ -79,7 +81,7 @@ def _check_place(here: str, tasks: Sequence[Action]) -> set[int]:
             raise ScheduleError(
                 f"{here} runs {action} before {Action('F', action.micro_batch, action.chunk)}"
             )
-    if forward != backward:
+    if with_backward and forward != backward:
         missing = min(forward ^ backward)
         raise ScheduleError(
             f"{here} runs {len(forward)} forwards and {len(backward)} backwards: "

@@ -10,18 +10,22 @@ from hetero_megatron.pipeline.check import check
 from hetero_megatron.pipeline.dry_run import dry_run
 from hetero_megatron.pipeline.grid import grid
 from hetero_megatron.pipeline.lower import PipelineActions, lower
-from hetero_megatron.pipeline.schedule import Tasks, tasks
+from hetero_megatron.pipeline.schedule import Tasks, forward_only, tasks
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What every stage of every pipeline does in one step; checked when made, printed as a time grid."""
+    """What every stage of every pipeline does in one step; checked when made, printed as a time grid.
+
+    Without `backward` it is what evaluation does: forwards only.
+    """
 
     name: str
     pipelines: tuple[PipelineActions, ...]
+    backward: bool = True
 
     def __post_init__(self) -> None:
-        check(self.pipelines)
+        check(self.pipelines, self.backward)
 
     def steps(self, pipeline: int, stage: int) -> tuple[Step, ...]:
         """The actions of one stage, which all its ranks follow."""
@@ -57,6 +61,15 @@ def plan_schedule(name: str, pipelines: Sequence[tuple[int, int, int]]) -> Sched
                 tasks(own, stages, micro_batches, chunks), Boundaries.chain(stages, chunks)
             )
     return Schedule(name, tuple(lowered[shape] for shape in pipelines))
+
+
+def plan_forward(pipelines: Sequence[tuple[int, int, int]]) -> Schedule:
+    """The forwards alone of pipelines given as (stages, micro-batches, chunks per stage), for evaluation."""
+    lowered = [
+        lower(forward_only(stages, micro_batches, chunks), Boundaries.chain(stages, chunks))
+        for stages, micro_batches, chunks in pipelines
+    ]
+    return Schedule("forward-only", tuple(lowered), backward=False)
 
 
 def plan_tasks(name: str, pipelines: Sequence[tuple[Tasks, int]]) -> Schedule:

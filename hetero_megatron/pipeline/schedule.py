@@ -57,13 +57,7 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Tasks:
             f"schedule interleaved: {_count(stages, 'stage')} and {_count(chunks, 'chunk')} per stage; it needs "
             "2 or more of both; with one chunk per stage use 1f1b, and one stage holds all its layers in one chunk"
         )
-    padded = -(-micro_batches // stages) * stages
-    passes = [
-        (micro_batch, chunk)
-        for first in range(0, padded, stages)
-        for chunk in range(chunks)
-        for micro_batch in range(first, first + stages)
-    ]
+    passes = _passes(stages, micro_batches, chunks)
     forwards = tuple(Action("F", micro_batch, chunk) for micro_batch, chunk in passes)
     backwards = tuple(Action("B", micro_batch, chunks - 1 - chunk) for micro_batch, chunk in passes)
     return tuple(
@@ -71,6 +65,19 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Tasks:
         for stage in range(stages)
         for order in [_alternate(forwards, backwards, 2 * (stages - 1 - stage) + (chunks - 1) * stages)]
     )
+
+
+def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Tasks:
+    """What evaluation runs: all forwards and no backward, whichever schedule trains.
+
+    With several chunks, groups of `stages` micro-batches pass chunk by chunk, as in the interleaved schedule.
+
+    >>> [" ".join(map(str, stage)) for stage in forward_only(2, 3, 2)]
+    ['F0 F1 F0.1 F1.1 F2 F2.1', 'F0 F1 F0.1 F1.1 F2 F2.1']
+    """
+    passes = _passes(stages, micro_batches, chunks)
+    order = tuple(Action("F", number, chunk) for number, chunk in passes if number < micro_batches)
+    return (order,) * stages
 
 
 SCHEDULES: Mapping[str, Callable[[int, int, int], Tasks]] = {
@@ -112,6 +119,17 @@ def check_name(name: str) -> None:
         near = get_close_matches(name, SCHEDULES, 1)
         known = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(SCHEDULES)}"
         raise ScheduleError(f"schedule {name!r} is unknown; {known}")
+
+
+def _passes(stages: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) of groups of `stages` micro-batches, chunk by chunk; the last group counted as full."""
+    padded = -(-micro_batches // stages) * stages
+    return [
+        (micro_batch, chunk)
+        for first in range(0, padded, stages)
+        for chunk in range(chunks)
+        for micro_batch in range(first, first + stages)
+    ]
 
 
 def _one_chunk(name: str, chunks: int) -> None:

@@ -119,10 +119,7 @@ def _fork(
         return pid
     code = 1
     try:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        end_with_parent(parent)
         use_batch_scheduling()
         with end_at_once(rank):
             resume()
@@ -131,6 +128,14 @@ def _fork(
         code = 0
     finally:
         os._exit(code)
+
+
+def end_with_parent(parent: int) -> None:
+    """This forked process is killed when process `parent` ends, also when that has already happened."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,13 @@
-"""Adam with decoupled weight decay, SGD, and the learning rate by absolute step."""
+"""Adam with decoupled weight decay, SGD, and their settings."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
+from hetero_megatron.errors import RuntimeFailure
 from hetero_megatron.runtime.state import State, view
 
 VECTOR = 16
@@ -18,7 +18,8 @@ VECTOR = 16
 class OptimizerSettings:
     """Optimizer and learning-rate schedule; `clip_grad` None or 0 switches clipping off.
 
-    Weight decay is decoupled and spares one-dimensional parameters (norm weights).
+    Weight decay is decoupled and spares one-dimensional parameters (norm weights and biases), as Megatron does; the
+    embedding is decayed. The names of the schedule are Megatron's, too; `lr_decay_iters` None means `train_iters`.
     """
 
     name: str = "adam"
@@ -32,22 +33,42 @@ class OptimizerSettings:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float | None = None
+    lr_decay_iters: int | None = None
+    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_style: str = "exponential"
+
+    @property
+    def decay_end(self) -> int:
+        """The iteration at which the rate reaches `min_lr`."""
+        return self.lr_decay_iters or self.train_iters
+
+    def to_json(self) -> dict[str, str | int | float | None]:
+        """The settings as a checkpoint keeps them."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(saved: Mapping[str, object]) -> "OptimizerSettings":
+        """The settings behind `to_json`; what is left out has its default.
+
+        Raises:
+            RuntimeFailure: a name is unknown, or a value is of another type.
+        """
+        hints = get_type_hints(OptimizerSettings)
+        for name, value in saved.items():
+            if name not in hints:
+                raise RuntimeFailure(
+                    f"saved optimizer settings: {name!r} is unknown; known: {', '.join(hints)}"
+                )
+            kind = float | int if hints[name] is float else hints[name]
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise RuntimeFailure(
+                    f"saved optimizer settings: {name} is {value!r}, where {_type_name(kind)} is right"
+                )
+        return OptimizerSettings(**saved)  # type: ignore[arg-type]  # each was checked against its field
 
 
-def learning_rate(settings: OptimizerSettings, step: int) -> float:
-    """The rate of step `step` (from 1): linear warm-up, then constant or cosine down to `min_lr` at `train_iters`.
-
-    >>> s = OptimizerSettings(lr=1e-3, min_lr=1e-4, lr_decay_style="cosine", lr_warmup_iters=4, train_iters=20)
-    >>> f"{learning_rate(s, 10):.4e}"
-    '7.2221e-04'
-    """
-    if settings.lr_warmup_iters and step < settings.lr_warmup_iters:
-        return settings.lr * step / settings.lr_warmup_iters
-    if settings.lr_decay_style == "constant":
-        return settings.lr
-    span = max(1, settings.train_iters - settings.lr_warmup_iters)
-    done = min(1.0, (step - settings.lr_warmup_iters) / span)
-    return settings.min_lr + 0.5 * (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done))
+def _type_name(kind: object) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def clip_factor(norm: float, clip_grad: float | None) -> float:

@@ -7,6 +7,7 @@ order, and a run ends for all of them at the same operator: the last one that ke
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +25,8 @@ class Recomputed(nn.Module):
 
     def forward(self, *arguments: Any) -> Tensor:
         """The run's one result. Nothing in a Llama is random, so no generator state is kept."""
+        if not torch.is_grad_enabled():
+            return self._run(*arguments)
         result: Tensor = checkpoint(
             self._run, *arguments, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
         )

@@ -22,12 +22,12 @@ from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.bind import BoundStage
 from hetero_megatron.runtime.binding import Kernels
 from hetero_megatron.runtime.clock import KINDS, Clock
+from hetero_megatron.runtime.learning_rate import learning_rate
 from hetero_megatron.runtime.optimizer import (
     AdamKernel,
     OptimizerSettings,
     clip_factor,
     fused_adamw,
-    learning_rate,
     squared_norm,
     update,
 )
@@ -59,6 +59,25 @@ class StepResult:
     skipped: str
     seconds: Mapping[str, float]
     votes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Mean loss over `valid_tokens` targets of all pipelines, 0 when there are none; equal on every rank."""
+
+    loss: float
+    valid_tokens: int
+
+    @staticmethod
+    def of(parts: Sequence["Evaluation"]) -> "Evaluation":
+        """Several evaluations as one: every target weighs the same.
+
+        >>> Evaluation.of([Evaluation(2.0, 30), Evaluation(4.0, 10)])
+        Evaluation(loss=2.5, valid_tokens=40)
+        """
+        tokens = sum(part.valid_tokens for part in parts)
+        loss_sum = math.fsum(part.loss * part.valid_tokens for part in parts if part.valid_tokens)
+        return Evaluation(loss_sum / tokens if tokens else 0.0, tokens)
 
 
 class Session:
@@ -128,6 +147,27 @@ class Session:
         self.sync.finish()
         self.clock.add("communication", at)
         return self._finish(loss_sum, self._valid_tokens(batches), began, skip_nonfinite, votes)
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> Evaluation:
+        """The loss of this pipeline's micro-batches and those of the others, without a backward pass or an update.
+
+        Collective over all ranks. Every rank of a pipeline passes the same micro-batches; pipelines may have
+        different numbers of them, and none. Weights, gradients, moments and counters stay as they are.
+
+        Raises:
+            GraphError: a micro-batch's tokens do not divide as the strategy cuts them (A.2).
+            RuntimeFailure: ranks of a pipeline disagree on the micro-batches, or a peer is gone.
+        """
+        whole, batches = batches, self.stage.own_tokens(batches)
+        self.stage.check_sizes(batches)
+        actions = self.program.forward_actions(self.world.rank, len(batches))
+        agree_on_micro_batches(self.program, self.world, self.groups, whole)
+        self.gather.finish()
+        with torch.no_grad():
+            loss_sum = self._run_schedule(actions, batches)
+        numbers = torch.cat([self._valid_tokens(batches), loss_sum.reshape(1)])
+        count, loss = self._all_sum(numbers)
+        return Evaluation(loss / count if count else 0.0, int(count))
 
     def _run_schedule(self, actions: Sequence[Step], batches: Sequence[MicroBatch]) -> Tensor:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)

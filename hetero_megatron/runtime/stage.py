@@ -208,16 +208,23 @@ class StageRun:
         self._saved: dict[int, _InFlight] = {}
 
     def forward(self, number: int, batch: MicroBatch, received: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """F of micro-batch `number`: the values to send, or the loss sum on the last stage."""
+        """F of micro-batch `number`: the values to send, or the loss sum on the last stage.
+
+        Where gradients are off, as in evaluation, nothing is kept for a backward pass.
+        """
+        train = torch.is_grad_enabled()
         arguments: list[Any] = []
         leaves: list[Tensor] = []
         for name in self.inputs:
             if name in received:
-                leaf = received[name].requires_grad_()
+                leaf = received[name].requires_grad_(train)
                 leaves.append(leaf)
                 arguments.append(leaf)
             else:
                 arguments.append(INPUTS[name](batch))
+        if not train:
+            evaluated: tuple[Tensor, ...] = self.module(*arguments)
+            return evaluated
         trip: Trip | None = None
         if self._offload is None:
             outputs: tuple[Tensor, ...] = self.module(*arguments)

@@ -18,7 +18,11 @@ import torch
 from hetero_megatron import train
 from tests.cli.commands import C2, SMALL, refusal
 
-FIELDS = {"iteration", "loss", "grad_norm", "lr", "valid_tokens", "step_seconds", "tokens_per_second"}
+FIELDS = {
+    *("iteration", "loss", "grad_norm", "lr", "valid_tokens", "step_seconds", "tokens_per_second"),
+    *("first_sample", "consumed_samples", "consumed_tokens", "padding_share", "data_wait_seconds"),
+    *("compute_seconds", "communication_seconds", "bubble_seconds", "tflops_per_device"),
+}
 PIPELINES = "strategy.pipelines"
 FIRST, SECOND, OTHER = (f"{PIPELINES}.{at}" for at in ("0.stages.0", "0.stages.1", "1.stages.0"))
 
@@ -122,10 +126,11 @@ def test_an_adam_kernel_is_refused_where_the_optimizer_is_another_one(unstarted:
 
 
 def test_a_run_with_sgd_says_so_and_names_no_adam(
-    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "fork_ranks", lambda *_, **__: 0)
-    assert train.pretrain(train.prepare(train.load_recipe(recipe, ["training.optimizer=sgd"]))) == 0
+    changes = ["training.optimizer=sgd", f"output={tmp_path}"]
+    assert train.pretrain(train.prepare(train.load_recipe(recipe, changes))) == 0
     told = capsys.readouterr().out
     assert "kernels: attention torch-sdpa, rms_norm torch, cross_entropy torch\n" in told
     assert "\noptimizer: sgd\n" in told
@@ -151,7 +156,8 @@ def test_a_run_shows_its_strategy_its_steps_and_a_summary(shown: str, recipe: st
         r"elapsed time per iteration \(ms\): \d+\.\d \| learning rate: 1\.000000E-02 \| "
         r"global batch size:     3 \| "
         r"lm loss: \d\.\d{6}E[+-]\d\d \| grad norm: \d+\.\d{3} \| number of skipped iterations:   0 \| "
-        r"number of nan iterations:   0 \| strategy: TP2>TP1\+TP1 \| tokens/s: \d+ \| bubble: \d+\.\d% \|",
+        r"number of nan iterations:   0 \| strategy: TP2>TP1\+TP1 \| tokens/s: \d+ \| bubble: \d+\.\d% \| "
+        r"data wait \(ms\): \d+\.\d \|",
         steps[1],
     )
     summary = shown[shown.index(steps[-1]) :]
@@ -162,7 +168,7 @@ def test_a_run_shows_its_strategy_its_steps_and_a_summary(shown: str, recipe: st
 
 
 def test_tables_fit_80_columns_when_piped(shown: str) -> None:
-    long = (" iteration ", "files: ", "kernels: ", "  passed over: ")
+    long = (" iteration ", "files: ", "kernels: ", "  passed over: ", "no checkpoint in ", "saved iteration ")
     tables = [line for line in shown.splitlines() if not line.startswith(long)]
     assert max(map(len, tables)) <= 80
 
@@ -213,7 +219,7 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_leaves_no_process(recipe:
     endless = ("training.train_iters=1000000", "training.log_interval=1000000", f"output={tmp_path}")
     with ended_with(started("hetero_megatron", "pretrain", recipe, *endless)) as process:
         assert process.stdout is not None
-        while " iteration " not in process.stdout.readline():
+        while not process.stdout.readline().startswith(" iteration "):
             assert process.poll() is None
         ranks = children(process.pid)
         assert len(ranks) == 4
@@ -241,7 +247,7 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_leaves_no_process(recipe:
         ),
         (
             ["extra.a=1"],
-            "extra: unknown key; known here: cluster, data, kernels, model, output, strategy, training",
+            "extra: unknown key; known here: checkpoint, cluster, data, evaluation, kernels, logging, model, output, ",
         ),
         (["training.hidden_size=3"], "training.hidden_size: unknown key here; hidden_size belongs to model"),
         (["model=llama_9b"], "model.preset: there is no model 'llama_9b'; did you mean llama_7b?"),
@@ -285,10 +291,10 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_leaves_no_process(recipe:
             ["training.global_batch_size=2"],
             "leaves micro-batches empty: the pipelines run 3 micro-batches a step",
         ),
-        (["data=/nowhere"], "data.folder: the corpus folder /nowhere does not exist or is not a folder"),
+        (["data=/nowhere"], "data.folder: /nowhere does not exist; a folder has a document in each file"),
         (
             ["data.files=[/nowhere/a]"],
-            "data.files: the corpus file /nowhere/a does not exist or is not a file",
+            "data: source /nowhere/a does not exist",
         ),
         (
             ["output=/dev/null/run"],
@@ -319,7 +325,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
         (SMALL.replace("{micro_batches: 2", "[\n   {micro_batches: 2"), "that began in line 5)"),
         (
             "",
-            "is empty; it needs the sections model, strategy, training, and may have cluster, data, kernels, output",
+            "is empty; it needs the sections model, strategy, training, and may have cluster, data, kernels, evaluation, ",
         ),
     ],
 )

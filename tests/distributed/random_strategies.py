@@ -55,7 +55,7 @@ def draw(seed: int) -> Case:
     if strategy.schedule != "interleaved" and _chance(rng, 20):
         orders = tuple(_order(rng, len(each.stages), each.micro_batches) for each in strategy.pipelines)
         strategy = replace(strategy, schedule="mine.csv", schedule_tasks=orders)
-    return Case(seed, config, strategy, lengths, settings, bucket_elements)
+    return Case(seed, _with_biases(config, seed), strategy, lengths, settings, bucket_elements)
 
 
 def features(case: Case) -> frozenset[str]:
@@ -94,6 +94,7 @@ def features(case: Case) -> frozenset[str]:
         "idle ranks": bool(plan.idle_ranks),
         "no micro-batch in one pipeline": any(pipeline.micro_batches == 0 for pipeline in plan.pipelines),
         "tied": config.tie_word_embeddings,
+        "biases": config.qkv_bias or config.attention_out_bias or config.mlp_bias,
         "edges of odd sizes": config.vocab_size == 97 and config.ffn_hidden_size == 65 and widest > 1,
         "kv copies": widest > config.num_query_groups,
         "small buckets": case.bucket_elements < BUCKET_ELEMENTS,
@@ -118,6 +119,15 @@ def _config(rng: random.Random) -> LlamaConfig:
         head_dim=width,
         tie_word_embeddings=_chance(rng, 40),
     )
+
+
+def _with_biases(config: LlamaConfig, seed: int) -> LlamaConfig:
+    """Biases of every kind in a third of the models, drawn by themselves: other draws stay as they are."""
+    rng = random.Random(f"biases {seed}")
+    if not _chance(rng, 33):
+        return config
+    switches = {name: _chance(rng, 60) for name in ("qkv_bias", "attention_out_bias", "mlp_bias")}
+    return replace(config, **switches)
 
 
 def _settings(rng: random.Random) -> OptimizerSettings:

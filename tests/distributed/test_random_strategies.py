@@ -15,7 +15,7 @@ from hetero_megatron.pipeline.action import Action
 from hetero_megatron.pipeline.check import check
 from hetero_megatron.runtime import offload
 from hetero_megatron.runtime.batch import MicroBatch
-from hetero_megatron.runtime.session import Session
+from hetero_megatron.runtime.session import Evaluation, Session
 from tests.distributed.random_strategies import draw, features
 from tests.distributed.training import assert_parity, build, reference, train
 
@@ -45,6 +45,7 @@ ALL = (
     "idle ranks",
     "no micro-batch in one pipeline",
     "tied",
+    "biases",
     "edges of odd sizes",
     "kv copies",
     "small buckets",
@@ -77,6 +78,15 @@ def test_a_random_strategy_trains_like_one_device(
     # First, because torch.optim imports torch's compiler, which every rank would otherwise do by itself.
     wanted = reference(case.steps, case.config, case.settings)
     computed: list[Action] = []
+    evaluated: list[Evaluation] = []
+
+    def evaluate(session: Session, step: int, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """The last step's batches, before the step: parameters may still be on their way."""
+        if step == len(case.steps) - 1:
+            before = len(computed)
+            evaluated.append(session.evaluate(batches))
+            del computed[before:]
+        return batches
 
     def watch(session: Session) -> None:
         compute = session.stage.compute
@@ -93,7 +103,8 @@ def test_a_random_strategy_trains_like_one_device(
         case.config,
         case.settings,
         prepare=watch,
-        collect=lambda session: computed,
+        batches_of=evaluate,
+        collect=lambda session: (computed, evaluated),
         bucket_elements=case.bucket_elements,
     )
     assert_parity(found, wanted)
@@ -101,7 +112,11 @@ def test_a_random_strategy_trains_like_one_device(
     assert [result.valid_tokens for result in found.results] == valid
     program = build(Llama(case.config), case.strategy)
     check(program.schedule.pipelines)
-    for rank, actions in found.extra.items():
+    for rank, (actions, (evaluation,)) in found.extra.items():
+        assert evaluation.valid_tokens == valid[-1]
+        assert evaluation.loss == pytest.approx(found.losses[-1], rel=1e-6), (
+            f"rank {rank} has evaluated otherwise"
+        )
         number, _ = program.pipeline_of(rank)
         planned = program.schedule.pipelines[number].compute[program.stage_of(rank)]
         assert actions == list(planned) * len(case.steps), f"rank {rank} has run another schedule"

@@ -21,7 +21,9 @@ from hetero_megatron.models.llama import Llama, build_single_device
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.batch import IGNORE, MicroBatch
 from hetero_megatron.runtime.binding import Kernels
-from hetero_megatron.runtime.optimizer import OptimizerSettings, learning_rate
+from hetero_megatron.runtime.checkpoint_read import SavedState
+from hetero_megatron.runtime.learning_rate import learning_rate
+from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.session import Session, StepResult
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS, ParameterSlot, view
 from hetero_megatron.runtime.world import World
@@ -123,15 +125,23 @@ def start(
     seed: int,
     kernels: Kernels | None = None,
     bucket_elements: int = BUCKET_ELEMENTS,
+    saved: SavedState | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Session:
-    """A Session whose initial values are those of `build_single_device(config, seed)`."""
+    """A Session that starts as `build_single_device(config, seed)`, from a saved state, or from the full `weights`."""
     specs = initial_values(model)
 
     def initial(slot: ParameterSlot) -> Tensor:
+        if weights is not None:
+            return weights[slot.name][tuple(slice(lo, hi) for lo, hi in slot.bounds)]
         return initial_value(slot.name, specs[slot.name], slot.bounds, slot.full_shape, seed)
 
     modules = dict(model.named_modules())
-    return Session(program, world, modules, initial, settings, dtype, kernels, bucket_elements)
+    first = saved.initial if saved else initial
+    session = Session(program, world, modules, first, settings, dtype, kernels, bucket_elements)
+    if saved:
+        saved.restore(session)
+    return session
 
 
 def alter_gradients(session: Session, change: Callable[[ParameterSlot, Tensor, float], None]) -> None:
@@ -175,13 +185,17 @@ def train(
     timeout_s: float = 60.0,
     kernels: Kernels | None = None,
     bucket_elements: int = BUCKET_ELEMENTS,
+    saved: SavedState | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Outcome:
-    """Train on real processes; rows of each step are dealt over the pipelines in order."""
+    """Train on real processes, from a saved state if given; rows of a step are dealt over the pipelines in order."""
     model = Llama(config)
     program = build(model, plan)
 
     def work(world: World) -> Any:
-        session = start(model, program, world, settings, dtype, seed, kernels, bucket_elements)
+        session = start(
+            model, program, world, settings, dtype, seed, kernels, bucket_elements, saved, weights
+        )
         gradients: dict[str, Tensor] = {}
         session.gradient_hook = lambda slot, gradient, divisor: gradients.update(
             {slot.name: gradient / max(divisor, 1.0)}
@@ -256,10 +270,13 @@ def reference(
     masks: Mapping[Document, Sequence[int]] | None = None,
     prepare: Callable[[torch.nn.Module], None] | None = None,
     packed: bool = True,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Outcome:
     """REF: one process, plain autograd and torch.optim, the whole step as one batch (or each row by itself)."""
     torch.set_num_threads(1)
     model = build_single_device(config, seed)
+    if weights is not None:
+        model.load_state_dict(dict(weights))
     if prepare:
         prepare(model)
     parameters = dict(model.named_parameters())

@@ -80,6 +80,7 @@ def test_a_bf16_start_is_the_rounded_fp32_start_and_std_scales() -> None:
     )
     torch.testing.assert_close(fp32, initial_value("w", NORMAL, bounds, shape, 1) * 0.02)
     assert torch.equal(initial_value("w", ("ones",), ((2, 5),), (8,), 1), torch.ones(3))
+    assert torch.equal(initial_value("w", ("zeros",), ((2, 5),), (8,), 1), torch.zeros(3))
 
 
 def test_empty_shards_are_empty() -> None:
@@ -95,5 +96,5 @@ def test_starts_are_collected_by_full_parameter_name() -> None:
 def test_bounds_outside_the_shape_and_unknown_starts_are_refused() -> None:
     with pytest.raises(LayerError, match=r"w: bounds \(\(0, 9\),\) lie outside the shape \(8,\)"):
         initial_value("w", NORMAL, ((0, 9),), (8,), 0)
-    with pytest.raises(LayerError, match="w: start 'zeros' is unknown; known: 'normal', 'ones'"):
-        initial_value("w", ("zeros",), ((0, 8),), (8,), 0)  # type: ignore[arg-type]  # the point of the test
+    with pytest.raises(LayerError, match="w: start 'twos' is unknown; known: 'normal', 'ones', 'zeros'"):
+        initial_value("w", ("twos",), ((0, 8),), (8,), 0)  # type: ignore[arg-type]  # the point of the test

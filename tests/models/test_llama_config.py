@@ -24,6 +24,18 @@ def test_a_tied_head_adds_no_parameter_and_costs_its_product() -> None:
     assert (T0.facts.tie_word_embeddings, tied.facts.tie_word_embeddings) == (False, True)
 
 
+def test_biases_are_counted_where_they_are_switched_on() -> None:
+    for switches, per_layer in (
+        ({"qkv_bias": True}, 32 + 16 + 16),
+        ({"attention_out_bias": True}, 32),
+        ({"mlp_bias": True}, 64 + 64 + 32),
+        ({"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}, 256),
+    ):
+        config = replace(T0, **switches)
+        assert count_parameters(config) == 43_296 + 4 * per_layer
+        assert sum(p.numel() for p in Llama(config).parameters()) == count_parameters(config)
+
+
 def test_flops_are_six_per_matrix_weight_and_half_a_square_of_attention() -> None:
     matrices = 4 * (9_280 - 64) + 3_072
     assert flops_per_token(T0, 0) == 6 * matrices

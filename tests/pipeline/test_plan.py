@@ -7,7 +7,7 @@ from hetero_megatron.pipeline.action import Action, spell_steps
 from hetero_megatron.pipeline.boundary import Boundaries
 from hetero_megatron.pipeline.dry_run import dry_run
 from hetero_megatron.pipeline.lower import lower
-from hetero_megatron.pipeline.plan import Schedule, plan_schedule, plan_tasks
+from hetero_megatron.pipeline.plan import Schedule, plan_forward, plan_schedule, plan_tasks
 from hetero_megatron.pipeline.schedule import Tasks, one_f_one_b, tasks
 
 
@@ -90,3 +90,25 @@ def test_given_tasks_that_need_early_receives_get_them() -> None:
 def test_given_tasks_that_wait_for_each_other_are_refused() -> None:
     with pytest.raises(ScheduleError, match="deadlock: stage 0 waits for F0.1 from stage 1"):
         plan_tasks("mine.csv", [(parsed("F0 F0.1 B0.1 B0", "F0.1 F0 B0.1 B0"), 2)])
+
+
+@pytest.mark.parametrize("chunks", range(1, 4))
+def test_forward_only_passes_the_check_at_every_depth_and_count(chunks: int) -> None:
+    for stages in range(1, 6):
+        schedule = plan_forward([(stages, count, chunks) for count in range(9)])
+        assert [actions.micro_batches for actions in schedule.pipelines] == list(range(9))
+
+
+def test_forward_only_sends_activations_only() -> None:
+    assert [spell_steps(steps) for steps in plan_forward([(2, 2, 1)]).pipelines[0].stages] == [
+        "F0 {SEND_F0} F1 {SEND_F1}",
+        "{RECV_F0} F0 {RECV_F1} F1",
+    ]
+
+
+def test_a_backward_in_a_forward_only_schedule_is_refused() -> None:
+    actions = lower(one_f_one_b(2, 1))
+    with pytest.raises(
+        ScheduleError, match="pipeline 0 stage 0 runs B0; a forward-only schedule has no backward"
+    ):
+        Schedule("forward-only", (actions,), backward=False)

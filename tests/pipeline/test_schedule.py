@@ -4,7 +4,7 @@ import pytest
 
 from hetero_megatron.errors import ScheduleError
 from hetero_megatron.pipeline.action import Action, spell_steps
-from hetero_megatron.pipeline.schedule import SCHEDULES, gpipe, interleaved, one_f_one_b, tasks
+from hetero_megatron.pipeline.schedule import SCHEDULES, forward_only, gpipe, interleaved, one_f_one_b, tasks
 
 PLAIN = ("gpipe", "1f1b")  # one chunk per stage, any number of stages
 
@@ -136,3 +136,13 @@ def test_chunks_belong_to_the_interleaved_schedule_and_it_to_them() -> None:
         tasks("interleaved", 1, 2, 2)
     with pytest.raises(ScheduleError, match="2 stages, 2 micro-batches and 0 chunks per stage; at least"):
         tasks("interleaved", 2, 2, 0)
+
+
+def test_forward_only_has_every_forward_once_and_in_one_order_on_all_stages() -> None:
+    for stages, count, chunks in ((1, 3, 1), (3, 4, 1), (2, 3, 2), (3, 7, 3), (4, 0, 2)):
+        order = forward_only(stages, count, chunks)
+        assert len(order) == stages
+        assert len(set(order)) == 1
+        assert sorted(map(str, order[0])) == sorted(
+            str(Action("F", number, chunk)) for number in range(count) for chunk in range(chunks)
+        )

@@ -1,5 +1,6 @@
 """The memory model against reality: storages that live between F and B, and the buffers of real Sessions."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,12 +22,13 @@ TOKENS = 512
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["none", "selective", "full", "mixed"])
+@pytest.mark.parametrize("kind", ["none", "selective", "full", "mixed", "biased"])
 def test_predicted_activations_are_what_a_forward_pass_leaves_alive(kind: str, dtype: torch.dtype) -> None:
     def recompute_of(layer: int) -> str:
-        return MIXED[layer] if kind == "mixed" else kind
+        return MIXED[layer] if kind == "mixed" else "none" if kind == "biased" else kind
 
-    model = build_single_device(M0, 7, dtype)
+    biases = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True} if kind == "biased" else {}
+    model = build_single_device(replace(M0, **biases), 7, dtype)
     program = build(model, strategy((1, 1, [stage("0", "0-3")])))
     (chunk,) = program.executable(0).chunks
     runs = recomputed_runs(chunk.nodes, recompute_of)

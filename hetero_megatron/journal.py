@@ -1,0 +1,119 @@
+"""What a run leaves behind of its steps: log lines, metrics, and a summary at its end; by the lowest rank only."""
+
+import contextlib
+from collections.abc import Iterator
+
+from hetero_megatron.data.loader import LoadedStep
+from hetero_megatron.metrics import Metrics, StepFacts, peak_memory_bytes, run_facts
+from hetero_megatron.models.config import flops_per_token
+from hetero_megatron.report import RunProgress, RunSummary, log_line, short_strategy, validation_line
+from hetero_megatron.run import Run
+from hetero_megatron.runtime.session import Evaluation, Session, StepResult
+
+
+class Journal:
+    """The journal of one rank; those that do not lead write nothing."""
+
+    def __init__(self, run: Run, session: Session, progress: RunProgress, metrics: Metrics | None) -> None:
+        self._run, self._session, self._progress, self._metrics = run, session, progress, metrics
+        self._summary = RunSummary(_flops_per_token(run))
+        self._strategy = short_strategy(run.program.strategy)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def kept(run: Run, session: Session) -> Iterator["Journal"]:
+        """The journal of a run, open until it ends."""
+        leads = session.world.rank == session.world.ranks[0]
+        logging = run.recipe.logging
+        with contextlib.ExitStack() as stack:
+            metrics = None
+            if leads:
+                facts = run_facts(
+                    run.recipe.model_dump(mode="json"),
+                    short_strategy(run.program.strategy),
+                    run.kernels.names,
+                )
+                made = Metrics(
+                    run.folder,
+                    facts,
+                    resumed_at=run.start.iteration,
+                    flops_per_token=_flops_per_token(run),
+                    devices=len(session.world.ranks),
+                    tensorboard=logging.tensorboard,
+                    wandb=logging.wandb,
+                )
+                metrics = stack.enter_context(made)
+            done = run.start.iteration
+            progress = stack.enter_context(RunProgress(run.settings.train_iters, leads, done))
+            yield Journal(run, session, progress, metrics)
+
+    def say(self, text: str) -> None:
+        """One line for people."""
+        self._progress.log(text)
+
+    def step(
+        self,
+        result: StepResult,
+        loaded: LoadedStep,
+        measured: Evaluation | None,
+        note: str | None,
+        consumed_tokens: int,
+    ) -> None:
+        """A step is done, and what was measured after it."""
+        every = self._run.recipe.training.log_interval
+        self._summary.add(result, loaded.wait_seconds)
+        self._progress.advance(result)
+        padding = loaded.padding / max(1, loaded.tokens + loaded.padding)
+        if loaded.report is not None:
+            padding = loaded.report.padding_share
+        facts = StepFacts(
+            loaded.samples.first,
+            loaded.position.sample,
+            consumed_tokens,
+            padding,
+            loaded.wait_seconds,
+            measured,
+            peak_memory_bytes(self._session.world.device),
+            note,
+        )
+        if self._metrics is not None:
+            self._metrics.step(result, facts)
+        if result.skipped or result.iteration == 1 or result.iteration % every == 0:
+            self.say(
+                log_line(
+                    result,
+                    self._run.settings.train_iters,
+                    loaded.samples.count,
+                    self._session.skipped_iterations,
+                    self._strategy,
+                    loaded.position.sample,
+                    loaded.wait_seconds,
+                )
+            )
+        if note:
+            self.say(f"  {note}")
+        if measured is not None:
+            self._summary.evaluated(result.iteration, measured)
+            self.say(validation_line(result.iteration, measured))
+
+    def end(self, asked: str) -> None:
+        """The run is over: complete, or after the step in which someone was asked to stop."""
+        if self._metrics is None:
+            return
+        iteration, last = self._session.iteration, self._run.settings.train_iters
+        if iteration == self._run.start.iteration and not asked:
+            self.say(
+                f"nothing to train: iteration {iteration} was the last one; raise the length of the run "
+                "(training.train_iters), or choose another output folder to start anew"
+            )
+            return
+        if asked:
+            self.say(
+                f"stopped by {asked} after iteration {iteration} of {last}; everything is saved in {self._run.folder}, "
+                "and the same command goes on from there"
+            )
+        self._summary.print(self._run.folder)
+
+
+def _flops_per_token(run: Run) -> int:
+    return flops_per_token(run.config, run.recipe.training.seq_length)
