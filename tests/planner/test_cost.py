@@ -53,7 +53,8 @@ def test_the_ratio_of_h800_to_h20_falls_with_tensor_parallelism() -> None:
 
 
 @pytest.mark.parametrize(("name", "measured"), [("table9_32b_16h800_32h20", 6.05), ("c4", 6.91)])
-def test_the_papers_measured_steps_are_predicted_within_a_tenth(name: str, measured: float) -> None:
+def test_the_papers_measured_steps_come_out_within_a_tenth(name: str, measured: float) -> None:
+    """The rates were inferred from the first step, so only C4's is a prediction."""
     priced, strategy = paper(name)
     assert priced.step(strategy).seconds == pytest.approx(measured, rel=0.10)
 
