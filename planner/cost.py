@@ -412,6 +412,11 @@ class Costs:
             for rank, parts in self._footprint.per_rank(strategy).items()
         }
 
+    @property
+    def footprint(self) -> Footprint:
+        """The account of device memory."""
+        return self._footprint
+
     def activation_bytes(self, strategy: Strategy) -> dict[int, int]:
         """Per rank: activations of all micro-batches in flight at the peak."""
         return {

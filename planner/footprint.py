@@ -208,6 +208,16 @@ class Footprint:
         )
         return Parts(total, tuple(each.device for each in chunks), in_flight)
 
+    def stage(
+        self, stage: Stage, local: Local, cut: int, first: bool, last: bool, whole: bool = False
+    ) -> tuple[int, int, int]:
+        """Of a stage by itself: bytes that are always there, what a micro-batch keeps, and one boundary tensor."""
+        own, held = self.elements(len(stage.layer_numbers), local.tp, cut, first, last, whole)
+        kept = self._kept(stage, 0, local, first, last)
+        step = self._largest_step(local, bool(stage.layer_numbers), first, last)
+        fixed = self._states(own, held, cut > 1, False) + step + kept.again
+        return fixed, kept.device, self._residual(local)
+
     def _states(self, own: int, held: int, cut: bool, offload: bool) -> int:
         apart = cut or offload
         gradients = FP32 * (own + held) if apart else FP32 * own
