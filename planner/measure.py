@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hetero_megatron.cluster import Cluster
+from hetero_megatron.cluster import KINDS, Cluster
 from hetero_megatron.data.batch import pack
 from hetero_megatron.data.rows import Piece
 from hetero_megatron.errors import PlannerError
@@ -111,7 +111,7 @@ def measure(
     _check(config, device_type, experiment)
     kernels = choose_all({}, device_type, DTYPES[precision], Facts(config.head_size))
     preload(False)
-    link = Cluster.local_cpu(1).kind(0).link.name if device_type == "cpu" else "nvlink"
+    link = KINDS[device_kind].link.name if device_kind in KINDS else device_type
     found = Profiles(model=_sizes_of(config), notes=f"{kernels}".replace("\n", "; "))
     for tp, cp in experiment.degrees:
         count = _ranks(experiment, tp, cp)
