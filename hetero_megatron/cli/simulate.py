@@ -72,9 +72,10 @@ def read_profile(path: Path | None, recipe: Recipe) -> Profiles:
         raise PlannerError(f"{path}: {error}") from error
     config = recipe.make_config()
     for name, measured in profiles.model.items():
-        if name != "num_layers" and getattr(config, name) != measured:
+        own = getattr(config, name, None)
+        if own != measured:
             raise PlannerError(
-                f"{path}: measured with {name} {measured}, the recipe's model has {getattr(config, name)}; "
+                f"{path}: measured with {name} {measured}, the recipe's model has {own}; "
                 "profile this recipe's model"
             )
     return profiles

@@ -214,9 +214,9 @@ def test_a_step_on_48_devices_is_priced_within_milliseconds() -> None:
     priced.step(strategy)
     best = float("inf")
     for _ in range(20):
-        began = time.perf_counter()
+        began = time.thread_time()
         priced.step(strategy)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.thread_time() - began)
     assert best < 4e-3, f"{best * 1e3:.2f} ms; it takes about 0.5 ms on an idle core"
 
 
