@@ -201,13 +201,17 @@ def slow_down(session: Session, factor: float) -> None:
 
 def keep_pace(session: Session, layer_seconds: float) -> None:
     """Sleep behind every forward and backward until it has lasted as long as its layers should take."""
-    compute, stage = session.stage.compute, session.program.stage(session.world.rank)
+    compute, clock = session.stage.compute, session.clock
+    stage = session.program.stage(session.world.rank)
 
     def paced(action: Action, batches: Sequence[MicroBatch]) -> torch.Tensor | None:
         first, last = stage.chunks[action.chunk]
-        until = time.perf_counter() + (last - first + 1) * layer_seconds * (1 if action.kind == "F" else 2)
+        lasts = (last - first + 1) * layer_seconds * (1 if action.kind == "F" else 2)
+        began, before = time.perf_counter(), clock.seconds["bubble"]
         loss = compute(action, batches)
-        time.sleep(max(0.0, until - time.perf_counter()))
+        # The pass begins when its input is there, for which the call has waited.
+        began += clock.seconds["bubble"] - before
+        time.sleep(max(0.0, began + lasts - time.perf_counter()))
         return loss
 
     session.stage.compute = paced  # type: ignore[method-assign]  # the same call, at its own pace
