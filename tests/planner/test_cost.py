@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -311,3 +312,30 @@ def test_whole_context_parallel_stages_that_were_measured_are_not_shared_again()
     priced = Costs(CONFIG, Cluster.of_nodes({"h20": 1}), parts, SEQUENCE)
     link = priced.cluster.kind(0).link
     assert priced.layer("h20", 1, 2, link, (1024,)).forward == pytest.approx(1024e-6 / 2)
+
+
+# All plans of the paper
+
+PLANS_OF_THE_PAPER = tuple(sorted(path.stem for path in Path(PAPER).glob("*.yaml")))
+
+
+@pytest.mark.parametrize("name", PLANS_OF_THE_PAPER)
+def test_every_plan_of_the_paper_is_above_its_bound(name: str) -> None:
+    priced, strategy = paper(name)
+    step = priced.step(strategy)
+    assert 0 < step.bound_seconds <= step.seconds < 10 * step.bound_seconds
+    assert not priced.warnings
+    for pipeline, busy in zip(step.pipeline_seconds, step.busy, strict=True):
+        assert max(busy) <= pipeline <= step.seconds
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in PLANS_OF_THE_PAPER if name.startswith(("table", "c")) and "deepspeed" not in name],
+)
+def test_the_papers_own_plans_fit_their_devices(name: str) -> None:
+    priced, strategy = paper(name)
+    for rank, need in priced.memory(strategy).items():
+        assert need <= priced.cluster.kind(rank).memory_bytes, (
+            f"{name}: rank {rank} needs {need / 2**30:.1f} GiB"
+        )
