@@ -5,6 +5,7 @@ A lane is a pipeline before its stages have ranks. Lanes of the same blocks are 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 
 from hetero_megatron.memory import SENDING_PER_STAGE
 from hetero_megatron.planner.level_two import (
@@ -86,12 +87,12 @@ class Lanes:
         self, blocks: Blocks, setting: Setting, micro_batches: int, recompute: str
     ) -> tuple[StageLoad, ...]:
         """What each stage costs, sending to its neighbours included where it waits for that."""
-        depth, widest = len(blocks), max(block.tp for block in blocks)
+        depth, multiple = len(blocks), lcm(*(block.tp for block in blocks))
         found = []
         for place, block in enumerate(blocks):
             first, last = place == 0, place == depth - 1
             where = Where(
-                block, first, last, widest, setting.rows, setting.replicas, setting.zero, setting.whole
+                block, first, last, multiple, setting.rows, setting.replicas, setting.zero, setting.whole
             )
             sides = (not first) + (not last)
             moved = min(sides * micro_batches, SENDING_PER_STAGE * depth) + min(1, sides)

@@ -34,7 +34,7 @@ class Where:
     """A stage's place, as far as its costs depend on it.
 
     Attributes:
-        widest: the largest tensor-parallel degree of the pipeline, to whose multiple tokens are padded.
+        multiple: of all tensor-parallel degrees of the pipeline, to which tokens are padded.
         replicas: copies of the model, over which ZeRO-1 cuts states.
         whole: no stage of the plan uses tensor parallelism.
     """
@@ -42,7 +42,7 @@ class Where:
     block: Block
     first: bool
     last: bool
-    widest: int
+    multiple: int
     rows: int
     replicas: int
     zero: int
@@ -196,7 +196,7 @@ class Prices:
         cut = where.replicas if where.zero else 1
         key = (where.block, where.first, where.last, cut, where.whole)
         if key not in self._cuts:
-            some = replace(where, rows=self.problem.rows[0], widest=where.block.tp)
+            some = replace(where, rows=self.problem.rows[0], multiple=where.block.tp)
             changes = [
                 self._ask(some, layers, 0, "none", cut, where.whole)[0]
                 - self._ask(some, layers, 0, "none")[0]
@@ -212,8 +212,8 @@ class Prices:
         """The account of a stage of so many layers, the last `again` of them recomputed."""
         block = where.block
         share = -(-where.rows * self.problem.seq_length // block.cp)
-        widest = where.widest if self.costs.sequence_parallel else 1
-        local = Local(-(-share // widest) * widest, block.tp, block.kind == "cpu")
+        multiple = where.multiple if self.costs.sequence_parallel else 1
+        local = Local(-(-share // multiple) * multiple, block.tp, block.kind == "cpu", block.kind)
         entries = (Recompute(recompute, (kept, kept + again - 1)),) if again else ()
         stage = Stage((0,) * block.tp, (0, kept + again - 1), recompute=entries)
         return self.costs.footprint.stage(stage, local, cut, where.first, where.last, whole)

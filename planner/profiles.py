@@ -158,6 +158,11 @@ class Profiles:
             return steps * (message[0] + message[1] * share * size)
         return steps * (link.latency_s + share * size / bytes_per_second(link))
 
+    def latency(self, link: Link, operation: Operation, ranks: int) -> float | None:
+        """What a small message or collective takes, or None where just this one was not measured."""
+        known = self._latency_and_rate(link.name, operation, ranks)
+        return None if known is None else known[0]
+
     def _latency_and_rate(self, link: str, operation: str, ranks: int) -> tuple[float, float] | None:
         return self._transfers.get((link, operation, ranks))
 
@@ -260,6 +265,9 @@ class Profiles:
         )
 
 
+_WORDS: Mapping[type, str] = {int: "an int", float: "a float", str: "a text"}
+
+
 def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     part = value.get(name, {})
     if not isinstance(part, dict) or not all(isinstance(each, int | float) for each in part.values()):
@@ -268,10 +276,16 @@ def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _entries(value: Mapping[str, Any], name: str, kind: type[Any]) -> list[Any]:
-    names = [each.name for each in fields(kind)]
+    types = {each.name: each.type for each in fields(kind)}
     found = []
     for place, entry in enumerate(value.get(name, [])):
-        if not isinstance(entry, dict) or sorted(entry) != sorted(names):
-            raise PlannerError(f"profile: {name}[{place}] is {entry!r}; it has the keys {', '.join(names)}")
+        if not isinstance(entry, dict) or entry.keys() != types.keys():
+            raise PlannerError(f"profile: {name}[{place}] is {entry!r}; it has the keys {', '.join(types)}")
+        for key, wanted in types.items():
+            accepted = {int: (int,), float: (int, float)}.get(wanted, (str,))  # type: ignore[arg-type]  # or a Literal
+            if not isinstance(entry[key], accepted) or isinstance(entry[key], bool):
+                raise PlannerError(
+                    f"profile: {name}[{place}].{key} is {entry[key]!r}; {_WORDS[accepted[-1]]} is right"
+                )
         found.append(kind(**entry))
     return found

@@ -13,14 +13,14 @@ from hetero_megatron.planner.profiles import PHASES, UNITS, Profiles
 from hetero_megatron.strategy import Pipeline, Stage, Strategy
 
 CONFIG = replace(LLAMA_TINY, hidden_size=64, ffn_hidden_size=192)
-SMALL = Experiment(((1, 1), (2, 1)), ((32, 16), (64, 32), (64, 64)), rounds=1, micro_batches=2)
+SMALL = Experiment(((1, 1), (2, 1)), ((32, 16), (64, 32), (64, 64)), rounds=1, micro_batches=2, copies=2)
 
 
 @pytest.fixture(scope="module")
 def found() -> Profiles:
     told: list[str] = []
     profiles = measure(CONFIG, "fp32", "cpu", "cpu", SMALL, told.append)
-    assert told == ["tp 1, cp 1: 1 rank, 3 sizes", "tp 2, cp 1: 2 ranks, 3 sizes"]
+    assert told == ["tp 1, cp 1: 2 ranks, 3 sizes", "tp 2, cp 1: 2 ranks, 3 sizes"]
     return profiles
 
 
@@ -72,6 +72,7 @@ def test_the_profile_prices_a_step_without_a_guess(found: Profiles) -> None:
             {"sizes": ((64, 128),)},
             r"a micro-batch of 64 tokens has no documents of 128; a length between 1 and 64",
         ),
+        ({"copies": 0}, r"0 copies side by side; 1 or more is right"),
         ({"rounds": 0}, r"0 rounds of 2 micro-batches; 1 round and 2 micro-batches"),
     ],
 )
