@@ -9,20 +9,30 @@ pipelines, and also through pipelines before stages, whichever is faster.
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from hetero_megatron.cluster import Cluster
+from hetero_megatron.cluster import Cluster, DeviceKind
 from hetero_megatron.planner.cost import Costs
 from hetero_megatron.planner.problem import Problem
 from hetero_megatron.planner.realize import Priced, price
 from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
 
+FEW = 128
+"""Devices up to which both orders of ranks and both ZeRO choices are tried; beyond, the usual ones."""
+
 
 def homogeneous(problem: Problem, costs: Costs) -> Priced | None:
     """The fastest homogeneous strategy that fits, or None."""
-    options = [
-        (_least_seconds(problem, costs, ranks, *degrees), degrees, ranks)
-        for ranks in _pools(problem.cluster)
-        for degrees in _degrees(problem, len(ranks))
-    ]
+    options = []
+    for ranks in _pools(problem.cluster):
+        # Kinds among the first ranks: they become more only where a rank brings a new one.
+        fresh: list[tuple[int, DeviceKind]] = []
+        for place, rank in enumerate(ranks):
+            kind = problem.cluster.kind(rank)
+            if all(kind != known for _, known in fresh):
+                fresh.append((place, kind))
+        for degrees in _degrees(problem, len(ranks)):
+            dp, tp, pp, cp, _ = degrees
+            kinds = [kind for place, kind in fresh if place < dp * tp * pp * cp]
+            options.append((_least_seconds(problem, costs, kinds, *degrees), degrees, ranks))
     best: Priced | None = None
     for least, degrees, ranks in sorted(options):
         if best is not None and least >= best.seconds:
@@ -34,11 +44,17 @@ def homogeneous(problem: Problem, costs: Costs) -> Priced | None:
 
 
 def _least_seconds(
-    problem: Problem, costs: Costs, ranks: Sequence[int], dp: int, tp: int, pp: int, cp: int, rows: int
+    problem: Problem,
+    costs: Costs,
+    kinds: Sequence[DeviceKind],
+    dp: int,
+    tp: int,
+    pp: int,
+    cp: int,
+    rows: int,
 ) -> float:
     """The slowest device has its share of the layers and of the micro-batches, and the bubble is of the fastest."""
-    cluster, lengths = problem.cluster, (problem.seq_length,) * rows
-    kinds = {cluster.kind(rank) for rank in ranks[: dp * tp * pp * cp]}
+    lengths = (problem.seq_length,) * rows
     each = [costs.layer(kind.name, tp, cp, kind.link, lengths).total for kind in kinds]
     layers = problem.config.num_layers // pp
     return layers * (min(_counts(problem.global_batch_size, dp, rows)) * max(each) + (pp - 1) * min(each))
@@ -72,11 +88,12 @@ def _fastest(
     problem: Problem, costs: Costs, ranks: Sequence[int], dp: int, tp: int, pp: int, cp: int, rows: int
 ) -> Priced | None:
     """The first recomputation that fits, none before selective before full, in the better order of ranks."""
+    few = len(problem.cluster.devices) <= FEW
     for recompute in ("none", *problem.choices.recompute):
         found = [
             price(strategy, problem.cluster, costs)
-            for zero in problem.choices.zero
-            for by_stage in (False, True)
+            for zero in (problem.choices.zero if few else (max(problem.choices.zero),))
+            for by_stage in ((False, True) if few else (False,))
             for strategy in [even_strategy(problem, ranks, (dp, tp, pp, cp), rows, recompute, zero, by_stage)]
         ]
         fitting = [each for each in found if each is not None]

@@ -137,7 +137,8 @@ def finalists(found: list[Draft], problem: Problem, costs: Costs) -> list[Priced
     """The best drafts with ranks, timed by the cost model, ascending; the best of them polished."""
     priced: list[Priced] = []
     limit = float("inf")
-    for draft in found[:FINALISTS]:
+    few = len(problem.cluster.devices) <= TIMED_DEVICES
+    for draft in found[: FINALISTS if few else FINALISTS // 4]:
         # Ranks only add to what the pipelines of a draft take.
         if draft.pipeline_seconds >= limit:
             continue
@@ -147,12 +148,12 @@ def finalists(found: list[Draft], problem: Problem, costs: Costs) -> list[Priced
                 priced.append(one)
                 limit = min(limit, one.seconds)
     priced.sort(key=lambda each: each.seconds)
-    few = len(problem.cluster.devices) <= 64
     shapes: dict[object, Priced] = {}
     for one in priced:
         shapes.setdefault(_shape(one.strategy), one)
-    chosen = list(shapes.values())[: POLISHED if few else 1]
-    polished = [polish(one, problem.cluster, costs, 12 if few else 2) for one in chosen]
+    # On large clusters a layer is a small part, and a step takes long to time.
+    chosen = list(shapes.values())[:POLISHED] if few else []
+    polished = [polish(one, problem.cluster, costs) for one in chosen]
     return sorted([*polished, *priced], key=lambda each: each.seconds)
 
 
