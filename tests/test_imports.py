@@ -9,8 +9,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS: tuple[
     list[tuple[str, ...]], ...
 ] = (  # files of one pair of brackets are one room; rooms of one floor do not import each other
-    [("errors",)],
-    [("cluster",), ("annotation",)],
+    [("errors",), ("trace_file",)],
+    [("cluster", "device_specs"), ("annotation",)],
     [("comm",)],
     [("graph",)],
     [("pipeline",)],
@@ -38,6 +38,8 @@ FLOORS: tuple[
             "recipe_data",
             "preparing",
             "recipe_model",
+            "recipe_plan",
+            "strategy_yaml",
             "recipe_sections",
             "recipe_text",
             "recipes",

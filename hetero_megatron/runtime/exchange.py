@@ -27,8 +27,8 @@ An operation that returns a function is done when that function has run.
 
 
 # torch 2.13 gave these two a new name and warns about the old one.
-_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _PAIR_OPERATIONS: dict[str, pair.Combine] = {
     "sum": Tensor.add_,
@@ -227,7 +227,7 @@ def _reduce_scatter_rows(
     """The sum of this rank's rows of `tensor`; both contiguous, equally many rows for every rank."""
     if direct and pair.suits(group, tensor):
         return _now(pair.reduce_scatter(result, tensor, group), later)
-    return _after(_reduce_scatter_into(result, tensor, group=group, async_op=later))
+    return _after(reduce_scatter_into(result, tensor, group=group, async_op=later))
 
 
 def _all_gather_rows(
@@ -236,7 +236,7 @@ def _all_gather_rows(
     """All ranks' rows; both contiguous, equally many rows from every rank."""
     if direct and pair.suits(group, result):
         return _now(pair.all_gather(result, tensor, group), later)
-    return _after(_all_gather_into(result, tensor, group=group, async_op=later))
+    return _after(all_gather_into(result, tensor, group=group, async_op=later))
 
 
 def _now(finish: Finish, later: bool) -> Finish | None:

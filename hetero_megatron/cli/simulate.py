@@ -1,0 +1,181 @@
+"""`hetero-megatron simulate`: a step of a recipe's strategy, predicted, as a table, JSON, a trace or a picture."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hetero_megatron.cluster import ranges_text
+from hetero_megatron.data.dispatch import deal
+from hetero_megatron.errors import PlannerError, RecipeError
+from hetero_megatron.models.llama import Llama
+from hetero_megatron.planner.cost import Costs, Lengths
+from hetero_megatron.planner.picture import draw_timeline
+from hetero_megatron.planner.profiles import Profiles
+from hetero_megatron.planner.simulate import RankReport, Simulation, simulate
+from hetero_megatron.recipe import Recipe
+from hetero_megatron.run import build_program
+from hetero_megatron.strategy import Strategy
+from hetero_megatron.trace_file import chrome_trace
+
+WIDTH = 100
+GIB = 2**30
+
+
+def run(
+    recipe: Recipe,
+    as_json: bool,
+    trace: Path | None = None,
+    png: Path | None = None,
+    profile: Path | None = None,
+) -> None:
+    """Print what a step is predicted to take; write a trace and a picture where asked for.
+
+    Raises:
+        HeteroError: the recipe cannot be turned into a Program, or a file cannot be read or written.
+    """
+    with recipe.named():
+        profiles = read_profile(profile, recipe)
+        program = build_program(recipe, Llama(recipe.make_config()))
+        costs = make_costs(recipe, program.strategy, profiles)
+        found = simulate(program, costs, lengths_of(recipe, program.strategy))
+    if trace is not None:
+        text = chrome_trace(found.trace_spans(), found.trace_names(), found.trace_counters())
+        _write(text, trace, "--trace")
+    if png is not None:
+        draw_timeline(found, png, Path(recipe.output.folder).name)
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        _print(found, costs)
+
+
+def read_profile(path: Path | None, recipe: Recipe) -> Profiles:
+    """The profile of a file, or the analytic one.
+
+    Raises:
+        PlannerError: the file is no profile, or one of another model.
+    """
+    if path is None:
+        return Profiles()
+    try:
+        profiles = Profiles.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"--profile: {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"--profile: {path} is not UTF-8 text: byte {error.start} is invalid") from error
+    except PlannerError as error:
+        raise PlannerError(f"{path}: {error}") from error
+    config = recipe.make_config()
+    for name, measured in profiles.model.items():
+        own = getattr(config, name, None)
+        if own != measured:
+            raise PlannerError(
+                f"{path}: measured with {name} {measured}, the recipe's model has {own}; "
+                "profile this recipe's model"
+            )
+    return profiles
+
+
+def make_costs(recipe: Recipe, strategy: Strategy, profiles: Profiles) -> Costs:
+    """The costs of the recipe's model on its cluster."""
+    return Costs(
+        recipe.make_config(),
+        recipe.make_cluster(),
+        profiles,
+        recipe.training.seq_length,
+        recipe.training.precision,
+        strategy.sequence_parallel,
+        strategy.context_parallel,
+        recipe.training.bucket_size,
+    )
+
+
+def lengths_of(recipe: Recipe, strategy: Strategy) -> tuple[tuple[Lengths, ...], ...] | None:
+    """The micro-batches of a step as the trainer deals them: rows of seq_length, each taken as one document.
+
+    Where documents are packed, their lengths are not known here: None, for micro-batches as large as may be.
+    """
+    if recipe.data.packing == "documents":
+        return None
+    sizes = [(pipeline.micro_batches, pipeline.micro_batch_size) for pipeline in strategy.pipelines]
+    dealt = deal(recipe.training.global_batch_size, sizes)
+    return tuple(tuple((recipe.training.seq_length,) * len(rows) for rows in own) for own in dealt)
+
+
+def _print(found: Simulation, costs: Costs) -> None:
+    console = Console(highlight=False)
+    console.print(
+        f"predicted step: [bold]{_seconds(found.seconds)}[/bold]; without any bubble or exposed communication "
+        f"{_seconds(found.bound)}, so {100 * found.gap:.1f}% above the bound",
+        soft_wrap=True,
+    )
+    wide = Console(highlight=False, width=max(WIDTH, console.width))
+    wide.print(_table(found, costs))
+    for text in costs.warnings:
+        console.print(f"warning: {text}", style="yellow", soft_wrap=True)
+    if not costs.profiles.measurements:
+        console.print(
+            "times follow from published figures and the shares that training sustains (planner/rates.py); "
+            "`hetero-megatron profile` measures, and --profile reads what it wrote",
+            soft_wrap=True,
+        )
+
+
+def _table(found: Simulation, costs: Costs) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("pipeline")
+    table.add_column("stage", justify="right")
+    table.add_column("ranks", overflow="fold", min_width=6)
+    table.add_column("device")
+    for column in ("busy", "comm", "bubble"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("memory peak", justify="right", no_wrap=True)
+    for (pipeline, stage), own in groupby(
+        sorted(found.ranks, key=lambda each: (each.pipeline, each.stage)),
+        lambda each: (each.pipeline, each.stage),
+    ):
+        for (kind, _), alike in groupby(list(own), lambda each: (each.kind, each.memory_peak)):
+            same = list(alike)
+            capacity = costs.cluster.kind(same[0].rank).memory_bytes
+            fits = same[0].memory_peak <= capacity
+            table.add_row(
+                str(pipeline),
+                str(stage),
+                ranges_text(each.rank for each in same),
+                kind,
+                *(
+                    f"{100 * part / found.seconds:.1f}%"
+                    for part in (same[0].busy, same[0].comm, same[0].bubble)
+                ),
+                _bar(same[0], found.seconds),
+                f"{same[0].memory_peak / GIB:.2f} of {capacity / GIB:.1f} GiB" + ("" if fits else " !"),
+                style="" if fits else "red",
+            )
+    return table
+
+
+BAR = 24
+
+
+def _bar(report: RankReport, whole: float) -> Text:
+    """Busy, communication and bubble as a coloured bar."""
+    busy = round(BAR * report.busy / whole)
+    comm = min(BAR - busy, round(BAR * report.comm / whole))
+    return Text.assemble(("█" * busy, "green"), ("▓" * comm, "magenta"), ("░" * (BAR - busy - comm), "dim"))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:.2f} ms"
+
+
+def _write(text: str, path: Path, option: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{option}: {path} cannot be written: {error.strerror}") from error
