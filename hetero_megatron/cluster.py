@@ -11,11 +11,15 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A class of links: its name in reports, bandwidth in GB/s and latency in seconds."""
+    """A class of links: its name in reports, bandwidth in GB/s and latency in seconds.
+
+    `shared`: all devices of a node have the bandwidth together (one network adapter); otherwise each has its own.
+    """
 
     name: str
     gb_per_s: float
     latency_s: float = 1e-5
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.gb_per_s <= 0:
@@ -50,11 +54,15 @@ INFINIBAND = Link("ib", 50.0)
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices by rank, the kinds they are of, and the link between nodes."""
+    """Devices by rank, the kinds they are of, and the link between nodes.
+
+    `between`: (kind, kind, link) where nodes of two kinds are connected otherwise than by `inter_node`.
+    """
 
     devices: tuple[Device, ...]
     kinds: tuple[DeviceKind, ...]
     inter_node: Link = INFINIBAND
+    between: tuple[tuple[str, str, Link], ...] = ()
 
     def __post_init__(self) -> None:
         by_rank: dict[int, Device] = {}
@@ -73,7 +81,14 @@ class Cluster:
             raise ClusterError("a cluster needs at least one device")
         object.__setattr__(self, "_by_rank", by_rank)
         object.__setattr__(self, "_kinds", {kind.name: kind for kind in self.kinds})
-        object.__setattr__(self, "_hash", hash((self.devices, self.kinds, self.inter_node)))
+        for one, other, link in self.between:
+            if not {one, other} <= names:
+                raise ClusterError(
+                    f"link {link.name!r} is between nodes of {one!r} and {other!r}; the cluster knows {sorted(names)}"
+                )
+        pairs = {frozenset((one, other)): link for one, other, link in self.between}
+        object.__setattr__(self, "_between", pairs)
+        object.__setattr__(self, "_hash", hash((self.devices, self.kinds, self.inter_node, self.between)))
 
     def __hash__(self) -> int:
         known: int = self._hash  # type: ignore[attr-defined]  # set once in __post_init__
@@ -120,18 +135,27 @@ class Cluster:
 
     def link(self, a: int, b: int) -> Link:
         """The link between two different ranks: the device kind's own inside a node, the cluster's between nodes."""
-        return self.kind(a).link if self.node_of(a) == self.node_of(b) else self.inter_node
+        if self.node_of(a) == self.node_of(b):
+            return self.kind(a).link
+        pairs: dict[frozenset[str], Link] = self._between  # type: ignore[attr-defined]  # set once in __post_init__
+        return (
+            pairs.get(frozenset((self.kind(a).name, self.kind(b).name)), self.inter_node)
+            if pairs
+            else self.inter_node
+        )
 
     def without(self, ranks: Iterable[int]) -> "Cluster":
         """The cluster after these ranks are gone."""
         gone = set(ranks)
         for rank in sorted(gone):
             self.device(rank)
-        return Cluster(tuple(d for d in self.devices if d.rank not in gone), self.kinds, self.inter_node)
+        return Cluster(
+            tuple(d for d in self.devices if d.rank not in gone), self.kinds, self.inter_node, self.between
+        )
 
     def join(self, devices: Iterable[Device]) -> "Cluster":
         """The cluster with these devices added."""
-        return Cluster(self.devices + tuple(devices), self.kinds, self.inter_node)
+        return Cluster(self.devices + tuple(devices), self.kinds, self.inter_node, self.between)
 
 
 def ranges_text(numbers: Iterable[int]) -> str:

@@ -15,7 +15,7 @@ from hetero_megatron.planner.footprint import Footprint
 from hetero_megatron.planner.profiles import Operation, Phase, Profiles, Unit
 from hetero_megatron.planner.rates import bytes_per_second
 from hetero_megatron.planner.recursion import Order, order_of, order_of_tasks
-from hetero_megatron.planner.segments import Segment, Sync, finish, reductions, segments_of
+from hetero_megatron.planner.segments import BUCKET_ELEMENTS, Segment, Sync, finish, reductions, segments_of
 from hetero_megatron.planner.work import ITEM, Work
 from hetero_megatron.strategy import Pipeline, Stage, Strategy
 
@@ -99,11 +99,13 @@ class Costs:
         precision: str = "bf16",
         sequence_parallel: bool = True,
         context_parallel: str = "ring",
+        bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
-        """`seq_length`: tokens of a row, for micro-batches given as rows."""
+        """`seq_length`: tokens of a row, for micro-batches given as rows; `bucket_elements`: a recipe's bucket_size."""
         self.config, self.cluster, self.profiles = config, cluster, profiles or Profiles()
         self.seq_length, self.precision = seq_length, precision
         self.sequence_parallel, self.context_parallel = sequence_parallel, context_parallel
+        self.bucket_elements = bucket_elements
         self.work, self.item = Work(config), ITEM[precision]
         self.warnings: dict[str, None] = {}
         self._kinds = {kind.name: kind for kind in cluster.kinds}
@@ -111,7 +113,7 @@ class Costs:
         self._shapes: dict[Stage, StageShape] = {}
         self._chunks: dict[tuple[object, ...], Seconds] = {}
         self._units: dict[tuple[object, ...], Seconds] = {}
-        self._footprint = Footprint(config, cluster, seq_length, precision, sequence_parallel)
+        self._footprint = Footprint(config, cluster, seq_length, precision, sequence_parallel, self.profiles)
 
     # One unit
 
@@ -363,12 +365,14 @@ class Costs:
                 (self.cluster.link(out[0], into[0]), self.cluster.link(out[-1], into[-1])),
                 key=bytes_per_second,
             )
+            if link.shared:
+                size *= max(len(out), len(into)) if not self.sequence_parallel else min(len(out), len(into))
             slowest = max(slowest, self.profiles.transfer_seconds(link, "p2p", 2, size))
         return slowest
 
     def segments(self, strategy: Strategy) -> tuple[Segment, ...]:
         """Runs of layers that the same stages hold, with the seconds of their gradients and parameters."""
-        return segments_of(strategy, self.cluster, self.work, self.profiles, self.item, self.config)
+        return segments_of(strategy, self.cluster, self.work, self.profiles, self.item, self.bucket_elements)
 
     def sync(self, strategy: Strategy) -> Sync:
         """Seconds of gradient reduction and parameter gathering, per pipeline and stage."""
@@ -413,16 +417,37 @@ class Costs:
         """The account of device memory."""
         return self._footprint
 
+    def activation_bytes(self, strategy: Strategy) -> dict[int, int]:
+        """Per rank: activations of all micro-batches in flight at the peak."""
+        return {
+            rank: sum(count * each for count, each in zip(parts.in_flight, parts.weights, strict=True))
+            for rank, parts in self._footprint.per_rank(strategy).items()
+        }
+
+    def parameters(self, strategy: Strategy) -> dict[int, int]:
+        """Per rank: elements of parameters."""
+        found: dict[int, int] = {}
+        for pipeline in strategy.pipelines:
+            for place, stage in enumerate(pipeline.stages):
+                ends = (place == 0, place == len(pipeline.stages) - 1)
+                for part in stage.parts:
+                    own, _ = self._footprint.elements(len(stage.layer_numbers), len(part), 1, *ends, False)
+                    found.update(dict.fromkeys(part, own))
+        return found
+
     def _reserved(self, rank: int) -> int:
         return int(self.profiles.reserved_bytes.get(self.cluster.kind(rank).name, 0))
 
     def fixed(self, strategy: Strategy) -> float:
         """Seconds of every step beside computing and what was counted: the ranks agree on numbers, twice."""
-        kinds = {self.cluster.kind(rank).name for rank in strategy.ranks}
-        known = [self.profiles.fixed_seconds[name] for name in kinds if name in self.profiles.fixed_seconds]
-        if known:
-            return max(known)
-        return 2 * 2 * log2(max(1, len(strategy.ranks))) * self.cluster.inter_node.latency_s
+        ranks = strategy.ranks
+        kinds = {self.cluster.kind(rank).name for rank in ranks}
+        known = max(self.profiles.fixed_seconds.get(name, 0.0) for name in kinds)
+        if len(ranks) < 2:
+            return known
+        link = self._slowest(ranks)
+        agree = self.profiles.latency(link, "all_reduce", len(ranks))
+        return known + 2 * (2 * log2(len(ranks)) * link.latency_s if agree is None else agree)
 
     # A step
 

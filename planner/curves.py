@@ -89,13 +89,7 @@ def fit(points: Sequence[Point], prior: Curve) -> Curve:
     else:
         basis = np.array([[1.0, 0.0], [0.0, shape[1]], [0.0, shape[2]]])
     found = basis @ positive(rows @ basis / seconds[:, None])
-    groups: dict[int, dict[int, list[float]]] = {}
-    for point in points:
-        groups.setdefault(point.seq_length, {}).setdefault(point.tokens, []).append(point.seconds)
-    knots = {
-        length: tuple((tokens, float(np.median(own))) for tokens, own in sorted(sizes.items()))
-        for length, sizes in groups.items()
-    }
+    knots = _knots(points)
     tokens, lengths = [point.tokens for point in points], [point.seq_length for point in points]
     return Curve(
         float(found[0]),
@@ -105,6 +99,21 @@ def fit(points: Sequence[Point], prior: Curve) -> Curve:
         (min(tokens), max(tokens)),
         (min(lengths), max(lengths)),
     )
+
+
+def _knots(points: Sequence[Point]) -> dict[int, tuple[tuple[int, float], ...]]:
+    """Medians per document length and size; a size that took longer than a larger one takes what the larger one took."""
+    groups: dict[int, dict[int, list[float]]] = {}
+    for point in points:
+        groups.setdefault(point.seq_length, {}).setdefault(point.tokens, []).append(point.seconds)
+    found: dict[int, tuple[tuple[int, float], ...]] = {}
+    for length, sizes in groups.items():
+        least, falling = float("inf"), []
+        for tokens, own in sorted(sizes.items(), reverse=True):
+            least = min(least, float(np.median(own)))
+            falling.append((tokens, least))
+        found[length] = tuple(reversed(falling))
+    return found
 
 
 def positive(rows: np.ndarray) -> np.ndarray:

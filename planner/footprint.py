@@ -17,6 +17,7 @@ from hetero_megatron.pipeline.action import Action, Batch, Step
 from hetero_megatron.pipeline.boundary import Boundaries
 from hetero_megatron.pipeline.lower import lower
 from hetero_megatron.pipeline.schedule import tasks
+from hetero_megatron.planner.profiles import Profiles, Unit
 from hetero_megatron.planner.work import ITEM
 from hetero_megatron.strategy import Pipeline, Stage, Strategy
 
@@ -44,6 +45,7 @@ class Local:
     tokens: int
     tp: int
     composed_norm: bool
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,12 @@ class Footprint:
         seq_length: int,
         precision: str,
         sequence_parallel: bool = True,
+        profiles: Profiles | None = None,
     ) -> None:
+        """What `profiles` has measured of layers that are not recomputed stands in the place of the formulas."""
         self.config, self.cluster, self.seq_length = config, cluster, seq_length
         self.item, self.sequence_parallel = ITEM[precision], sequence_parallel
+        self.precision, self.profiles = precision, profiles or Profiles()
         self._layers: dict[tuple[Local, str], tuple[list[int], int]] = {}
         self._elements: dict[tuple[int, int, int, bool, bool, bool], tuple[int, int]] = {}
         self._ranks: dict[tuple[object, ...], Parts] = {}
@@ -94,8 +99,9 @@ class Footprint:
             for place, stage in enumerate(pipeline.stages):
                 for part, ranks in enumerate(stage.parts):
                     shares = pipeline.token_shares
-                    composed = self.cluster.kind(ranks[0]).name == "cpu"
-                    local = Local(self._tokens(pipeline, shares, part, strategy), len(ranks), composed)
+                    kind = self.cluster.kind(ranks[0]).name
+                    tokens = self._tokens(pipeline, shares, part, strategy)
+                    local = Local(tokens, len(ranks), kind == "cpu", kind)
                     key = (
                         local,
                         stage.chunks,
@@ -166,7 +172,7 @@ class Footprint:
 
     def _tokens(self, pipeline: Pipeline, shares: tuple[int, ...], part: int, strategy: Strategy) -> int:
         """Most tokens of a micro-batch on a part, padded to what its stages cut."""
-        share = -(-pipeline.micro_batch_size * self.seq_length * shares[part] // sum(shares))
+        share = -(-pipeline.tokens(self.seq_length) * shares[part] // sum(shares))
         multiple = 1
         if strategy.sequence_parallel:
             for stage in pipeline.stages:
@@ -251,13 +257,17 @@ class Footprint:
         copies = local.composed_norm and item != FP32
         norms = [*norm, *norm, *([] if copies else [residual, residual])]
         plain = [*norms, common, common, query, keys, query, logs, ffn, ffn, ffn, ffn]
+        measured = self._measured(local, "layer")
         angles = item * tokens * (c.head_size + c.head_size // 2)
         if recompute == "full":
             return [residual], sum(plain) + angles
         if recompute == "selective":
             beside = max(2 * query + keys // 2 + logs + angles, 2 * ffn)
             return [*norms, common, common, query, keys, ffn, ffn], beside
-        return plain, 0
+        return (plain if measured is None else [measured]), 0
+
+    def _measured(self, local: Local, unit: Unit) -> int | None:
+        return self.profiles.kept_bytes(local.kind, self.precision, unit, local.tp, local.tokens)
 
     def _kept(self, stage: Stage, number: int, local: Local, first: bool, last: bool) -> Kept:
         c, tokens = self.config, local.tokens
@@ -271,10 +281,15 @@ class Footprint:
             again = max(again, beside)
         if "none" in kinds:
             kept.append(self.item * tokens * (c.head_size + c.head_size // 2))
-        if first and local.tp > 1:
-            kept.append((INT64 + BOOL) * tokens)
         residual = self._residual(local)
-        if last:
+        table, head = self._measured(local, "embedding"), self._measured(local, "head")
+        if first and table is not None:
+            kept.append(table)
+        elif first and local.tp > 1:
+            kept.append((INT64 + BOOL) * tokens)
+        if last and head is not None:
+            kept.append(head)
+        elif last:
             copies = local.composed_norm and self.item != FP32
             kept += [*self._norm(local), *([] if copies else [residual]), self.item * tokens * c.hidden_size]
             kept += [FP32 * tokens * _up(c.vocab_size, local.tp), (INT64 + FP32 + 2 * BOOL) * tokens]

@@ -28,6 +28,7 @@ from hetero_megatron.layers.initial import initial_value, initial_values
 from hetero_megatron.layers.kernels import Facts, Kernels, choose_all
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.llama import Llama
+from hetero_megatron.pipeline.action import Action
 from hetero_megatron.planner.measure_parts import (
     embedding_seconds,
     reserved_bytes,
@@ -35,7 +36,7 @@ from hetero_megatron.planner.measure_parts import (
     transfers,
     weight_gradient_seconds,
 )
-from hetero_megatron.planner.profiles import Measurement, Profiles, Transfer, Update
+from hetero_megatron.planner.profiles import Kept, Measurement, Profiles, Transfer, Update
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.launch import Rendezvous, fork_ranks, preload
@@ -60,6 +61,7 @@ class Experiment:
         sizes: micro-batches.
         rounds: how often everything is repeated.
         micro_batches: of each step.
+        copies: of a stage, side by side: a core that is alone is faster than one whose neighbours compute, too.
     """
 
     degrees: tuple[tuple[int, int], ...]
@@ -68,6 +70,7 @@ class Experiment:
     micro_batches: int = 4
     sequence_parallel: bool = True
     context_parallel: str = "ring"
+    copies: int = 1
     message_bytes: tuple[int, ...] = (2**14, 2**17, 2**20, 2**22)
 
     def __post_init__(self) -> None:
@@ -80,6 +83,8 @@ class Experiment:
                     f"profile: a micro-batch of {tokens} tokens has no documents of {length}; a length between 1 and "
                     f"{tokens} is right"
                 )
+        if self.copies < 1:
+            raise PlannerError(f"profile: {self.copies} copies side by side; 1 or more is right")
         if self.rounds < 1 or self.micro_batches < 2:
             raise PlannerError(
                 f"profile: {self.rounds} rounds of {self.micro_batches} micro-batches; 1 round and 2 micro-batches, "
@@ -109,7 +114,8 @@ def measure(
     link = Cluster.local_cpu(1).kind(0).link.name if device_type == "cpu" else "nvlink"
     found = Profiles(model=_sizes_of(config), notes=f"{kernels}".replace("\n", "; "))
     for tp, cp in experiment.degrees:
-        progress(f"tp {tp}, cp {cp}: {tp * cp} rank{'s' * (tp * cp > 1)}, {len(experiment.sizes)} sizes")
+        count = _ranks(experiment, tp, cp)
+        progress(f"tp {tp}, cp {cp}: {count} rank{'s' * (count > 1)}, {len(experiment.sizes)} sizes")
         raw = _on_ranks(config, precision, device_kind, device_type, experiment, kernels, (tp, cp), link)
         measurements = tuple(Measurement(**each) for each in raw["measurements"])
         moved = tuple(Transfer(**each) for each in raw["transfers"])
@@ -120,6 +126,7 @@ def measure(
             measurements=found.measurements + measurements,
             transfers=found.transfers
             + tuple(each for each in moved if (each.link, each.operation, each.ranks) not in known),
+            kept=found.kept + tuple(Kept(**each) for each in raw["kept"]),
             updates=found.updates + (updates if tp * cp == 1 or not found.updates else ()),
             reserved_bytes=dict(found.reserved_bytes) | {device_kind: max(raw["reserved"], 0)},
         )
@@ -133,14 +140,15 @@ def measure(
 
 
 def _check(config: LlamaConfig, device_type: str, experiment: Experiment) -> None:
-    most = max(tp * cp for tp, cp in experiment.degrees)
+    most = max(_ranks(experiment, *degree) for degree in experiment.degrees)
     if device_type == "cuda" and torch.cuda.device_count() < most:
         raise PlannerError(
             f"profile: tp x cp of {most} needs as many GPUs, and this machine has {torch.cuda.device_count()}; "
             "ask for smaller degrees with --tp and --cp"
         )
     for tp, cp in experiment.degrees:
-        _strategy(experiment, tp, cp, MORE).check(replace(config, num_layers=MORE).facts, range(tp * cp))
+        facts = replace(config, num_layers=MORE).facts
+        _strategy(experiment, tp, cp, MORE).check(facts, range(_ranks(experiment, tp, cp)))
 
 
 def _sizes_of(config: LlamaConfig) -> dict[str, int]:
@@ -148,10 +156,22 @@ def _sizes_of(config: LlamaConfig) -> dict[str, int]:
     return {name: getattr(config, name) for name in names}
 
 
+def _ranks(experiment: Experiment, tp: int, cp: int) -> int:
+    """Ranks of a degree: as many copies of a stage as fit beside each other, one at least."""
+    return tp * cp * max(1, experiment.copies // (tp * cp))
+
+
 def _strategy(experiment: Experiment, tp: int, cp: int, layers: int) -> Strategy:
-    stage = Stage(tuple(range(tp * cp)), (0, layers - 1), tp, cp)
+    size = tp * cp
     return Strategy(
-        (Pipeline(experiment.micro_batches, 1, (stage,)),),
+        tuple(
+            Pipeline(
+                experiment.micro_batches,
+                1,
+                (Stage(tuple(range(first, first + size)), (0, layers - 1), tp, cp),),
+            )
+            for first in range(0, _ranks(experiment, tp, cp), size)
+        ),
         sequence_parallel=experiment.sequence_parallel,
         context_parallel=experiment.context_parallel,
     )
@@ -169,8 +189,9 @@ def _on_ranks(
 ) -> dict[str, Any]:
     """Fork the ranks of one degree; what rank 0 found, as plain values."""
     tp, cp = degree
+    count = _ranks(experiment, tp, cp)
     models = {layers: Llama(replace(config, num_layers=layers)) for layers in (FEW, MORE)}
-    cluster = Cluster.local_cpu(tp * cp)
+    cluster = Cluster.local_cpu(count)
     programs = {
         layers: Program.build(
             trace(model), _strategy(experiment, tp, cp, layers), model.config.facts, cluster
@@ -185,7 +206,7 @@ def _on_ranks(
             if device_type == "cuda":
                 device = torch.device("cuda", rendezvous.index)
                 torch.cuda.set_device(device)
-            world = World.join(rendezvous, tuple(range(tp * cp)), device)
+            world = World.join(rendezvous, tuple(range(count)), device)
             runs = {
                 layers: _Timed(program, world, models[layers], DTYPES[precision], kernels)
                 for layers, program in programs.items()
@@ -196,7 +217,7 @@ def _on_ranks(
             dist.barrier()
             world.leave()
 
-        if code := fork_ranks(tp * cp, main):
+        if code := fork_ranks(count, main):
             raise PlannerError(f"profile: a rank of tp {tp}, cp {cp} ended with exit code {code}")
         raw: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return raw
@@ -221,23 +242,47 @@ class _Timed:
             dtype,
             kernels.load(),
         )
-        self.multiple = program.token_multiple(0)
+        self.multiple, self.vocab_size = program.token_multiple(0), model.config.vocab_size
         self.elements = sum(slot.elements for slot in self.session.state.slots)
         self._seconds: dict[str, list[float]] = {}
+        self._copies, self._inside = len(program.strategy.pipelines), 0.0
+        self._watch: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._compute = self.session.stage.compute
         self.session.stage.compute = self._timed  # type: ignore[method-assign]  # the same call, with a watch
 
-    def _timed(self, action, batches):  # type: ignore[no-untyped-def]  # as BoundStage.compute
+    def kept_bytes(self, batch: MicroBatch) -> int:
+        """Bytes that autograd keeps of a micro-batch between forward and backward; weights are not counted."""
+        weights = self.session.state.compute.untyped_storage().data_ptr()
+        seen: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() != weights:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        self._watch = keep
+        self.step([batch] * 2)
+        self._watch = None
+        return sum(seen.values())
+
+    def _timed(self, action: Action, batches: Sequence[MicroBatch]) -> torch.Tensor | None:
         synchronize(self.device)
+        before = self.session.clock.seconds["communication"]
         began = time.perf_counter()
-        loss = self._compute(action, batches)
+        if self._watch is not None and action == Action("F", 0):
+            with torch.autograd.graph.saved_tensors_hooks(self._watch, lambda tensor: tensor):
+                loss = self._compute(action, batches)
+        else:
+            loss = self._compute(action, batches)
         synchronize(self.device)
         self._seconds[action.kind].append(time.perf_counter() - began)
+        self._inside += self.session.clock.seconds["communication"] - before
         return loss
 
     def step(self, batches: Sequence[MicroBatch]) -> tuple[float, float, float]:
         """Seconds of a forward and a backward pass, and of the step beside all passes."""
-        self._seconds = {"F": [], "B": []}
+        self._seconds, self._inside = {"F": [], "B": []}, 0.0
         synchronize(self.device)
         dist.barrier()
         began = time.perf_counter()
@@ -245,11 +290,11 @@ class _Timed:
         synchronize(self.device)
         whole = time.perf_counter() - began
         forward, backward = self._seconds["F"], self._seconds["B"]
-        return (
-            statistics.median(forward[1:]),
-            statistics.median(backward[1:]),
-            max(0.0, whole - sum(forward) - sum(backward)),
-        )
+        beside = whole - sum(forward) - sum(backward)
+        if self._copies > 1:
+            # Gradients of several copies are reduced, which has its own measurements.
+            beside -= self.session.clock.seconds["communication"] - self._inside
+        return statistics.median(forward[1:]), statistics.median(backward[1:]), max(0.0, beside)
 
 
 class _Rank:
@@ -290,6 +335,7 @@ class _Rank:
         found: list[Measurement] = []
         for size in experiment.sizes:
             found += self._units(size, values, batches[size][0])
+        kept = [each for size in experiment.sizes for each in self._kept(size, batches[size][0])]
         whole = {layers: min(values[layers, size, 2] for size in experiment.sizes) for layers in self.runs}
         updates = [
             Update(self.kind, self.precision, run.elements, whole[layers])
@@ -299,14 +345,14 @@ class _Rank:
         return {
             "measurements": [asdict(each) for each in found],
             "updates": [asdict(each) for each in updates],
+            "kept": [asdict(each) for each in kept],
             "transfers": [asdict(each) for each in moved],
             "reserved": reserved_bytes(world.device),
         }
 
     def _batches(self, size: Size) -> list[MicroBatch]:
         tokens, length = size
-        vocab = self.runs[FEW].modules["embedding"].weight.shape[0] * self.degree[0]  # type: ignore[index,operator,union-attr]
-        ids = np.random.default_rng(0).integers(0, vocab, tokens + 1)
+        ids = np.random.default_rng(0).integers(0, self.runs[FEW].vocab_size, tokens + 1)
         pieces = [
             Piece(
                 number,
@@ -317,6 +363,15 @@ class _Rank:
         ]
         one = pack(pieces, self.runs[FEW].multiple, self.world.device)
         return [one] * self.experiment.micro_batches
+
+    def _kept(self, size: Size, batch: MicroBatch) -> list[Kept]:
+        """What a layer keeps, and the rest as the head's; the same on all ranks of a degree."""
+        few, more = (self.runs[layers].kept_bytes(batch) for layers in (FEW, MORE))
+        layer = (more - few) // (MORE - FEW)
+        return [
+            Kept(self.kind, self.precision, unit, *self.degree, *size, amount)  # type: ignore[arg-type]
+            for unit, amount in (("layer", layer), ("head", max(0, few - layer)))
+        ]
 
     def _units(
         self, size: Size, values: Mapping[tuple[int, Size, int], float], batch: MicroBatch
@@ -333,8 +388,8 @@ class _Rank:
             ("layer", "forward"): layer[0],
             ("layer", "backward"): layer[1],
             ("layer", "weight_gradient"): min(late["layer"], layer[1]),
-            ("embedding", "forward"): min(embedding[0], rest[0]),
-            ("embedding", "backward"): min(embedding[1], rest[1]),
+            ("embedding", "forward"): embedding[0],
+            ("embedding", "backward"): embedding[1],
             ("head", "forward"): max(0.0, rest[0] - embedding[0]),
             ("head", "backward"): max(0.0, rest[1] - embedding[1]),
             ("head", "weight_gradient"): min(late["head"], rest[1]),

@@ -60,6 +60,20 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes that one unit keeps of a micro-batch between forward and backward, on one rank."""
+
+    kind: str
+    precision: str
+    unit: Unit
+    tp: int
+    cp: int
+    tokens: int
+    seq_length: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """What the optimizer took for one rank's elements, gradient norm included."""
 
@@ -87,6 +101,7 @@ class Profiles:
     measurements: tuple[Measurement, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     updates: tuple[Update, ...] = ()
+    kept: tuple[Kept, ...] = ()
     reserved_bytes: Mapping[str, int] = field(default_factory=dict)
     fixed_seconds: Mapping[str, float] = field(default_factory=dict)
     notes: str = ""
@@ -143,6 +158,11 @@ class Profiles:
             return steps * (message[0] + message[1] * share * size)
         return steps * (link.latency_s + share * size / bytes_per_second(link))
 
+    def latency(self, link: Link, operation: Operation, ranks: int) -> float | None:
+        """What a small message or collective takes, or None where just this one was not measured."""
+        known = self._latency_and_rate(link.name, operation, ranks)
+        return None if known is None else known[0]
+
     def _latency_and_rate(self, link: str, operation: str, ranks: int) -> tuple[float, float] | None:
         return self._transfers.get((link, operation, ranks))
 
@@ -178,6 +198,21 @@ class Profiles:
             found[key] = (float(constant), float(rate))
         return found
 
+    def kept_bytes(self, kind: str, precision: str, unit: Unit, tp: int, tokens: int) -> int | None:
+        """Measured bytes of a unit on a part with `tokens` tokens, in proportion from the nearest measured size."""
+        known = self._kept.get((kind, precision, unit, tp))
+        if not known:
+            return None
+        near = min(known, key=lambda each: (abs(each.tokens // each.cp - tokens), -each.tokens))
+        return -(-near.bytes * tokens // (near.tokens // near.cp))
+
+    @cached_property
+    def _kept(self) -> dict[tuple[str, str, str, int], list[Kept]]:
+        found: dict[tuple[str, str, str, int], list[Kept]] = {}
+        for each in self.kept:
+            found.setdefault((each.kind, each.precision, each.unit, each.tp), []).append(each)
+        return found
+
     def to_json(self) -> str:
         """The profile as text; `from_json` reads it back."""
         value = {
@@ -188,7 +223,7 @@ class Profiles:
             "fixed_seconds": dict(self.fixed_seconds),
             **{
                 name: [asdict(each) for each in getattr(self, name)]
-                for name in ("measurements", "transfers", "updates")
+                for name in ("measurements", "transfers", "updates", "kept")
             },
         }
         lines = [
@@ -223,6 +258,7 @@ class Profiles:
             measurements=tuple(_entries(value, "measurements", Measurement)),
             transfers=tuple(_entries(value, "transfers", Transfer)),
             updates=tuple(_entries(value, "updates", Update)),
+            kept=tuple(_entries(value, "kept", Kept)),
             reserved_bytes=_mapping(value, "reserved_bytes"),
             fixed_seconds=_mapping(value, "fixed_seconds"),
             notes=str(value.get("notes", "")),

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.cluster import Cluster, Link
-from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.planner.profiles import Operation, Profiles
 from hetero_megatron.planner.rates import bytes_per_second
 from hetero_megatron.planner.work import FP32, Work
@@ -71,9 +70,15 @@ class Sync:
 
 
 def segments_of(
-    strategy: Strategy, cluster: Cluster, work: Work, profiles: Profiles, item: int, config: LlamaConfig
+    strategy: Strategy,
+    cluster: Cluster,
+    work: Work,
+    profiles: Profiles,
+    item: int,
+    bucket_elements: int = BUCKET_ELEMENTS,
 ) -> tuple[Segment, ...]:
     """All segments, in forward order; none where there is one replica of everything."""
+    config = work.config
     pipelines = strategy.pipelines
     if sum(len(p.stages[0].parts) for p in pipelines) < 2 and not config.tie_word_embeddings:
         return ()
@@ -91,6 +96,9 @@ def segments_of(
         if leaders not in links:
             links[leaders] = _slowest(cluster, leaders)
         local, link = elements / min(sizes), links[leaders]
+        if link.shared:
+            # All ranks of a part reduce their shards over the adapter of their node.
+            local = float(elements)
         how: Operation = "reduce_scatter" if strategy.zero else "all_reduce"
         gather = (
             profiles.transfer_seconds(link, "all_gather", replicas, item * local) if strategy.zero else 0.0
@@ -100,7 +108,7 @@ def segments_of(
             layers,
             profiles.transfer_seconds(link, how, replicas, FP32 * local),
             gather,
-            max(1, min(layers, round(elements / BUCKET_ELEMENTS))),
+            max(1, min(layers, round(elements / bucket_elements))),
             len(sizes) == 1,
             early,
         )
@@ -115,7 +123,7 @@ def segments_of(
         found.append(segment(first, work.table, 0))
     found += [segment(members, layers * work.layer_parameters, layers) for members, layers in _runs(strategy)]
     if not config.tie_word_embeddings:
-        found.append(segment(last, work.table + config.hidden_size, 0, True))
+        found.append(segment(last, work.table + config.hidden_size, 0, work.table >= bucket_elements))
     return tuple(each for each in found if each is not None)
 
 

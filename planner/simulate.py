@@ -272,13 +272,16 @@ class _PipelineRun:
         """All messages that make up one result, queued behind what the same ranks have on the same links."""
         peer = self._boundaries.peer(stage, receive)
         assert peer is not None, f"{receive} of stage {stage} has a peer: the schedule was checked"
-        forward = receive.kind == "RECV_F"
+        forward, cluster = receive.kind == "RECV_F", self._costs.cluster
         arrived = now
         size = self._tokens[receive.micro_batch] * self._costs.config.hidden_size * self._costs.item
         for src, dst, share in self._messages.get((peer[0], stage, forward), ()):
-            link = self._costs.cluster.link(src, dst)
+            link = cluster.link(src, dst)
             took = self._costs.profiles.transfer_seconds(link, "p2p", 2, share * size)
-            ports = ((src, True, link.name), (dst, False, link.name))
+            ports = tuple(
+                (cluster.node_of(rank) if link.shared else rank, leaves, link.name)
+                for rank, leaves in ((src, True), (dst, False))
+            )
             end = max(now, *(self._ports.get(port, 0.0) for port in ports)) + took
             self._ports.update(dict.fromkeys(ports, end))
             arrived = max(arrived, end)

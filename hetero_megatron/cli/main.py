@@ -133,6 +133,13 @@ def profile(
     tokens: Annotated[str, typer.Option("--tokens", help="Tokens of a micro-batch, such as 2048,4096.")] = "",
     lengths: Annotated[str, typer.Option("--lengths", help="Lengths of documents.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is repeated.")] = 5,
+    copies: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Stages that compute side by side, as cores do that share a machine; 0 for the recipe's ranks.",
+        ),
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Measure the units of a model and the links on this machine, for `simulate` and the planner."""
@@ -141,7 +148,7 @@ def profile(
     checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
     from hetero_megatron.cli import profile as command
 
-    command.run(checked, output, as_json, tp, cp, tokens, lengths, rounds)
+    command.run(checked, output, as_json, tp, cp, tokens, lengths, rounds, copies)
 
 
 @app.command()

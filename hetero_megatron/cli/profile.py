@@ -1,6 +1,7 @@
 """`hetero-megatron profile`: measure the units of a recipe's model on this machine and write them as JSON."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def run(
     tokens: str = "",
     lengths: str = "",
     rounds: int = 5,
+    copies: int = 0,
 ) -> None:
     """Measure, show, and write to `output`.
 
@@ -49,6 +51,7 @@ def run(
             rounds,
             sequence_parallel=strategy.sequence_parallel,
             context_parallel=strategy.context_parallel,
+            copies=copies or _copies(strategy, kind),
         )
         _check_writable(output)
         device_type = "cpu" if kind == "cpu" else "cuda"
@@ -68,6 +71,11 @@ def run(
         )
     if output is not None:
         console.print(f"profile: {output}", soft_wrap=True, markup=False)
+
+
+def _copies(strategy: Strategy, kind: str) -> int:
+    """On CPUs as many ranks compute at once as the run has, up to the number of cores; GPUs do not share."""
+    return min(len(strategy.ranks), len(os.sched_getaffinity(0))) if kind == "cpu" else 1
 
 
 def _degrees(strategy: Strategy, tps: Sequence[int], cps: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -90,6 +90,7 @@ def make_costs(recipe: Recipe, strategy: Strategy, profiles: Profiles) -> Costs:
         recipe.training.precision,
         strategy.sequence_parallel,
         strategy.context_parallel,
+        recipe.training.bucket_size,
     )
 
 
