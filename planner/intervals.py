@@ -4,6 +4,7 @@ Documents of one interval go to pipelines of one layout; the slowest interval is
 interval's borders from the shortest documents on and keeps, for every border and number of devices, the few best ways.
 """
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, gcd
@@ -14,6 +15,9 @@ from numpy.typing import NDArray
 from hetero_megatron.planner.layouts import Composition, Layout
 from hetero_megatron.planner.pipeline_work import Floats, PipelineWork
 from hetero_megatron.planner.sharing import FILLED
+
+
+SLOWER = 1.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +78,7 @@ def best_of(loads: Loads, options: Sequence[Option], devices: int, keep: int = 6
     """
     unit = gcd(devices, *(option.layout.devices for option in options)) if options else 1
     most, count = devices // unit, len(loads.ends)
+    limit = _limit(loads, options, devices)
     table: list[list[list[Way]]] = [[[] for _ in range(most + 1)] for _ in range(count + 1)]
     table[0][0] = [(0.0, ())]
     for end in range(1, count + 1):
@@ -83,18 +88,29 @@ def best_of(loads: Loads, options: Sequence[Option], devices: int, keep: int = 6
                 size = option.layout.devices // unit
                 for number in range(1, most // size + 1):
                     seconds = loads.seconds(option, number, first, end)
+                    if seconds > limit:
+                        continue
                     for used in range(most - number * size + 1):
-                        for before, ways in table[first][used]:
-                            _add(
-                                table[end][used + number * size],
-                                (max(before, seconds), _joined(ways, option.layout, number)),
-                                keep,
-                            )
+                        ways = table[end][used + number * size]
+                        for before, way in table[first][used]:
+                            slower = max(before, seconds)
+                            if len(ways) < keep or slower < ways[-1][0]:
+                                _add(ways, (slower, _joined(way, option.layout, number)), keep)
     found: list[Way] = []
     for ways in table[count]:
-        for way in ways:
-            _add(found, way, keep * (most + 1))
+        for own in ways:
+            _add(found, own, keep * (most + 1))
     return tuple(found)
+
+
+def _limit(loads: Loads, options: Sequence[Option], devices: int) -> float:
+    """Ways that are slower than the best with one layout only, and a bit more, are of no interest."""
+    whole = [
+        loads.seconds(option, devices // option.layout.devices, 0, len(loads.ends))
+        for option in options
+        if option.capacity >= loads.ends[-1] and option.layout.devices <= devices
+    ]
+    return SLOWER * min(whole, default=float("inf"))
 
 
 def _joined(ways: Composition, layout: Layout, number: int) -> Composition:
@@ -113,6 +129,5 @@ def _add(ways: list[Way], way: Way, keep: int) -> None:
                 ways.pop(place)
                 break
             return
-    ways.append(way)
-    ways.sort()
+    insort(ways, way)
     del ways[keep:]

@@ -88,6 +88,16 @@ class Layouts:
                     found += [Layout(tp, cp, pp, kind) for kind in KINDS]
         return tuple(sorted(found, key=lambda each: (each.devices, each)))
 
+    @property
+    def most_replicas(self) -> int:
+        """How many pipelines there can be: of the fewest devices that hold the model at all."""
+        count = len(self.ranks)
+        for layout in self.all:
+            pipelines = count // layout.devices
+            if self.capacity(layout, pipelines * layout.cp) * LEAST_SHARE >= self.context:
+                return pipelines
+        return 1
+
     def useful(self, replicas: int) -> tuple[Layout, ...]:
         """Layouts of which no other one on as many devices holds as much, is no deeper and no slower at any length."""
         found: list[Layout] = []
@@ -130,35 +140,36 @@ class Layouts:
         key = (layout, replicas)
         if key not in self._capacities:
             # Of a rank's memory only its own pipeline and the number of replicas matter.
-            copies = max(1, replicas // layout.cp)
             self._capacities[key] = self._most(
-                lambda tokens: self.strategy_of([self.pipeline(layout, self.ranks, tokens)] * copies),
+                lambda tokens: self._over(
+                    self.strategy_of([self.pipeline(layout, self.ranks, tokens)]), max(replicas, layout.cp)
+                ),
                 layout.tp * layout.cp,
             )
         return self._capacities[key]
 
-    def _most(self, made: Callable[[int], Strategy], unit: int) -> int:
+    def _most(self, excess_of: Callable[[int], float], unit: int) -> int:
         """The most tokens that fit: memory is nearly linear in them, so that few guesses are needed."""
         low, high = 0, self.context // unit + 1
-        over, under = self._over(made(unit)), self._over(made((high - 1) * unit))
+        over, under = excess_of(unit), excess_of((high - 1) * unit)
         if over > 0 or under <= 0:
             return 0 if over > 0 else (high - 1) * unit
         slope = (under - over) / (high - 2)
         guess = 1 + int(-over / slope)
         while high - low > 1:
             guess = min(max(guess, low + 1), high - 1)
-            excess = self._over(made(guess * unit))
+            excess = excess_of(guess * unit)
             if excess > 0:
                 high, guess = guess, guess - 1 - int(excess / slope)
             else:
                 low, guess = guess, guess + max(1, int(-excess / slope))
         return low * unit
 
-    def _over(self, strategy: Strategy) -> float:
+    def _over(self, strategy: Strategy, replicas: int | None = None) -> float:
         """Bytes by which the fullest device is over what it holds; negative where all fit."""
         return max(
             size - self.costs.cluster.kind(rank).memory_bytes
-            for rank, size in self.costs.memory(strategy).items()
+            for rank, size in self.costs.memory(strategy, replicas).items()
         )
 
     def fits(self, strategy: Strategy) -> bool:

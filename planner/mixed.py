@@ -117,7 +117,7 @@ def _finalists(layouts: Layouts, steps: Sequence[Lengths], longest: int, most: i
     ends = [each for each in borders(layouts.context) if each < longest] + [longest]
     loads = Loads(steps, ends)
     ways: dict[Composition, float] = {}
-    for replicas in _replicas(devices):
+    for replicas in _replicas(layouts.most_replicas):
         options = [
             Option(layout, layouts.work(layout), layouts.capacity(layout, replicas))
             for layout in layouts.useful(replicas)
@@ -138,9 +138,9 @@ def _finalists(layouts: Layouts, steps: Sequence[Lengths], longest: int, most: i
     return sorted(found, key=lambda each: (each.seconds, each.composition))[:most]
 
 
-def _replicas(devices: int) -> list[int]:
+def _replicas(most: int) -> list[int]:
     """Numbers of replicas for which capacities are asked: with more of them than that, more fits."""
-    return [each for each in (1, 2, 3, 5, 8, 16, 32, 64) if each <= devices]
+    return [each for each in (1, 2, 3, 5, 8, 13, 21, 34) if each <= most and (each > 1 or most == 1)]
 
 
 def _best_set(
