@@ -19,7 +19,7 @@ from hetero_megatron.planner.layouts import Composition, Layouts, composition_te
 from hetero_megatron.planner.length_sample import LengthSample, Lengths, borders
 from hetero_megatron.strategy import Strategy
 
-STEPS, TYPICAL, TRIED, FINALISTS = 256, 4, 8, 3
+STEPS, TYPICAL, TRIED, FINALISTS = 256, 4, 16, 3
 JUDGED = 20
 WORTH = 0.005
 """Another strategy stays in the set if it saves this share of the mean step."""
@@ -125,16 +125,16 @@ def _finalists(layouts: Layouts, steps: Sequence[Lengths], longest: int, most: i
         for seconds, composition in best_of(loads, options, devices):
             if sum(count * layout.cp for layout, count in composition) >= replicas:
                 ways[composition] = min(seconds, ways.get(composition, np.inf))
-    found = []
-    for composition, _ in sorted(ways.items(), key=lambda each: (each[1], each[0])):
+    found: list[_Finalist] = []
+    proposed = [each for each, _ in sorted(ways.items(), key=lambda each: (each[1], each[0]))]
+    alike = [((layout, devices // layout.devices),) for layout in layouts.useful(layouts.most_replicas)]
+    for composition in dict.fromkeys([*proposed[:TRIED], *alike]):
         strategy = layouts.build(composition, longest)
         if strategy is None:
             continue
         chooser = StepChooser([NamedStrategy("one", strategy)], layouts.costs)
         seconds = float(np.mean([chooser.candidate(0, step.tolist()).seconds for step in steps]))
         found.append(_Finalist(composition, strategy, chooser.longest, seconds))
-        if len(found) == TRIED:
-            break
     return sorted(found, key=lambda each: (each.seconds, each.composition))[:most]
 
 

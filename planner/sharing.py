@@ -128,10 +128,13 @@ def lower_bound(
     known: dict[int, Floats] = {}
     for lane in lanes:
         known.setdefault(id(lane.work), lane.work.least(sizes))
+    # A micro-batch holds so many tokens at most: each token pays its part of the constant.
+    part = np.array([lane.work.constant / lane.room for lane in lanes])
     least = np.where(fits, np.stack([known[id(lane.work)] for lane in lanes]), np.inf)
-    depths = np.array([lane.work.depth for lane in lanes])
-    constants = np.array([lane.work.constant for lane in lanes])
-    through = (least + constants[:, None]) * depths[:, None]
+    through = (least + np.array([lane.work.constant for lane in lanes])[:, None]) * np.array(
+        [lane.work.depth for lane in lanes]
+    )[:, None]
+    least = least + part[:, None] * sizes
     best = float(through.min(axis=0).max())
     whole = np.where(fits, least, 0.0).sum(axis=1)
     weights = 1 / np.maximum(whole, 1e-30)
