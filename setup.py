@@ -29,6 +29,10 @@ setup(
         "rich>=13",
         "safetensors>=0.5",
         "tokenizers>=0.21",
+        # The planner's integer programs: PuLP with HiGHS.
+        "pulp>=3.0,<4",
+        "highspy>=1.9",
+        "pyomo>=6.8",
     ],
     extras_require={
         # For NVIDIA GPUs. apex is not among them: it is NVIDIA's and is built from its source repository
@@ -38,6 +42,8 @@ setup(
         # Corpora in parquet, saved datasets, the Hugging Face hub; SentencePiece tokenizers.
         "data": ["datasets>=3", "sentencepiece>=0.2"],
         "logging": ["tensorboard"],
+        # SCIP, for the planner's mixed-integer nonlinear programs.
+        "scip": ["pyscipopt"],
         "plots": ["matplotlib"],
         "dev": [
             "ruff",
@@ -49,6 +55,7 @@ setup(
             "sentencepiece>=0.2",
             "tensorboard",
             "matplotlib",
+            "pyscipopt",
             # What exported models are compared with.
             "transformers>=4.50",
         ],

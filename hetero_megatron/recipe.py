@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError
 
@@ -22,6 +22,7 @@ from hetero_megatron.pipeline.schedule import Tasks
 from hetero_megatron.pipeline.schedule_file import read_csv
 from hetero_megatron.recipe_data import check_tokens, corpus_settings, refuse_no_folder
 from hetero_megatron.recipe_model import ModelSection, make_config
+from hetero_megatron.recipe_plan import plan_recipe
 from hetero_megatron.recipe_sections import (
     SCHEDULE_FILE,
     CheckpointSection,
@@ -63,6 +64,15 @@ def _known_kinds(value: object) -> object:
     return value
 
 
+def _auto(value: object) -> object:
+    """`strategy: auto` as the section that says so."""
+    if isinstance(value, str):
+        if value != "auto":
+            raise RecipeError(f'"{value}" is no strategy; write auto, or a mapping with pipelines')
+        return {"auto": True}
+    return value
+
+
 class Recipe(Section):
     """One run: model, cluster, strategy, data, training, kernels, evaluation, checkpoint, logging, output.
 
@@ -73,7 +83,7 @@ class Recipe(Section):
     cluster: Annotated[dict[str, NodesSection], BeforeValidator(_known_kinds), Field(min_length=1)] | None = (
         None
     )
-    strategy: StrategySection
+    strategy: Annotated[StrategySection, BeforeValidator(_auto, json_schema_input_type=Literal["auto"] | dict[str, Any])]
     data: Annotated[DataSection, _expanded("data")] = DataSection()
     training: TrainingSection
     kernels: KernelsSection = KernelsSection()
@@ -82,6 +92,7 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
     _file: str = PrivateAttr("recipe")
+    _chosen: Strategy | None = PrivateAttr(None)
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
@@ -104,7 +115,16 @@ class Recipe(Section):
         return None if weights is None else Path(weights)
 
     def make_cluster(self) -> Cluster:
-        """The devices: as described, or as many CPU ranks on this machine as the strategy names."""
+        """The devices: as described, or as many CPU ranks on this machine as the strategy names.
+
+        Raises:
+            RecipeError: there is neither a cluster nor a strategy.
+        """
+        if self.cluster is None and self.strategy.auto:
+            raise RecipeError(
+                "cluster: missing; with strategy auto the devices come first, such as "
+                "cluster: {cpu: {nodes: 1, devices_per_node: 4}}"
+            )
         if self.cluster is None:
             strategy = self.make_strategy()
             return Cluster.local_cpu(max((*strategy.ranks, *strategy.idle_ranks), default=0) + 1)
@@ -119,8 +139,17 @@ class Recipe(Section):
         return Cluster(tuple(devices), tuple(KINDS[kind] for kind in self.cluster))
 
     def make_strategy(self) -> Strategy:
-        """The strategy as the planner, the graph and the runtime know it."""
+        """The strategy as the planner, the graph and the runtime know it; under `auto`, planned once.
+
+        Raises:
+            RecipeError: the plan file does not do, or there is no cluster to plan for.
+            PlannerError: nothing fits.
+        """
         section = self.strategy
+        if section.auto:
+            if self._chosen is None:
+                self._chosen = plan_recipe(self).strategy
+            return self._chosen
         if section.plan is not None:
             return self._planned(section.plan, section)
         pipelines = (

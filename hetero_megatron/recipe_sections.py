@@ -128,7 +128,9 @@ class PipelineSection(Section):
 
 
 class StrategySection(Section):
-    """Either `pipelines`, or dp, tp and pp with the micro_batches and micro_batch_size of each pipeline.
+    """`auto`, or `pipelines`, or dp, tp and pp with the micro_batches and micro_batch_size of each pipeline.
+
+    `auto` leaves everything to the planner (`hetero-megatron plan` shows what it chooses, and why).
 
     `vp` is Megatron's virtual_pipeline_model_parallel_size: how many chunks of layers each stage holds.
     `schedule` is a name, or the path of a CSV file as `explain --schedule-csv` writes it.
@@ -136,6 +138,7 @@ class StrategySection(Section):
     With `plan`, an annotation plan as `explain --plan` writes it, the pipelines give only their micro-batches.
     """
 
+    auto: bool = False
     plan: str | None = None
     pipelines: Annotated[tuple[PipelineSection, ...], Field(strict=False, min_length=1)] | None = None
     dp: Count | None = None
@@ -156,6 +159,11 @@ class StrategySection(Section):
 
     @model_validator(mode="after")
     def _one_form(self) -> "StrategySection":
+        if self.auto:
+            others = sorted(self.model_fields_set - {"auto"})
+            if others:
+                raise RecipeError(f"auto leaves everything to the planner; drop {', '.join(others)}, or drop auto")
+            return self
         shorthand = ["dp", "tp", "pp", "cp", "vp", "micro_batches", "micro_batch_size"]
         if self.plan is None:
             shorthand += ["recompute", "offload"]

@@ -1,12 +1,14 @@
 """What a run shows: the strategy as a table, Megatron-format log lines, a progress bar, and a summary."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from hetero_megatron.metrics import perplexity
 from hetero_megatron.runtime.clock import KINDS
@@ -48,10 +50,11 @@ def parallel_text(stage: Stage) -> str:
     return f"TP{sizes[0]}" + (f" CP{len(sizes)}" if len(sizes) > 1 else "")
 
 
-def strategy_table(strategy: Strategy) -> Group:
+def strategy_table(strategy: Strategy, colour: Callable[[Stage], str] = lambda stage: "") -> Group:
     """The strategy as the paper's Table 9 prints one: a row per pipeline, a cell per tensor-parallel group.
 
     Deep pipelines are continued in further tables, which 80 columns have room for. Idle ranks are named below.
+    `colour` is a style of rich for each stage, such as one for each kind of device.
     """
     depth = max(len(p.stages) for p in strategy.pipelines)
     cells = (
@@ -63,7 +66,7 @@ def strategy_table(strategy: Strategy) -> Group:
     # A column takes three characters more than its widest cell, and the first column takes 17.
     abreast = max(1, (COLUMNS - 17) // (max(_NARROWEST_CELL, *map(len, cells)) + 3))
     tables = [
-        _stages_table(strategy, range(first, min(first + abreast, depth)))
+        _stages_table(strategy, range(first, min(first + abreast, depth)), colour)
         for first in range(0, depth, abreast)
     ]
     idle = [f"idle: {rank_text(strategy.idle_ranks)}"] if strategy.idle_ranks else []
@@ -74,7 +77,7 @@ def _cell(stage: Stage, first: bool, last: bool) -> str:
     return f"{rank_text(stage.ranks)}\n{layer_text(stage, first, last)}\n{parallel_text(stage)}"
 
 
-def _stages_table(strategy: Strategy, shown: range) -> Table:
+def _stages_table(strategy: Strategy, shown: range, colour: Callable[[Stage], str]) -> Table:
     title = "strategy" if not shown.start else f"strategy, from stage {shown.start}"
     table = Table(title=title, title_justify="left", show_lines=True)
     table.add_column("micro-batches", no_wrap=True)
@@ -82,7 +85,11 @@ def _stages_table(strategy: Strategy, shown: range) -> Table:
         table.add_column(f"stage {number}", justify="center")
     for pipeline in strategy.pipelines:
         stages = pipeline.stages
-        cells = [_cell(stage, n == 0, n == len(stages) - 1) for n, stage in enumerate(stages) if n in shown]
+        cells = [
+            Text(_cell(stage, n == 0, n == len(stages) - 1), colour(stage))
+            for n, stage in enumerate(stages)
+            if n in shown
+        ]
         depths = f"({len(stages)} stage{'s' if len(stages) > 1 else ''})"
         head = f"{pipeline.micro_batches} x bs{pipeline.micro_batch_size}\n{depths}"
         table.add_row(head, *cells, *[""] * (len(shown) - len(cells)))

@@ -1,50 +1,21 @@
-"""Drafts of a plan: lanes without ranks, with the seconds that they would take (paper A.1, first level)."""
+"""Works sketches out to drafts, each once: what belongs to a lane is shared (paper A.1, first level)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import groupby
+from math import inf
 
-from hetero_megatron.planner.lanes import Blocks, Lane, Lanes, Setting
+from hetero_megatron.planner.lanes import Blocks, Lane, Lanes
 from hetero_megatron.planner.level_two import deal_micro_batches
+from hetero_megatron.planner.placement import place
 from hetero_megatron.planner.prices import Prices
 from hetero_megatron.planner.problem import Block
+from hetero_megatron.planner.realize import price, strategy_of
+from hetero_megatron.planner.sketch import Draft, Sketch
 
 FP32 = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Sketch:
-    """Which blocks make which pipelines: lanes in descending order, so that equal plans are equal values."""
-
-    lanes: tuple[Blocks, ...]
-    rows: int
-    zero: int
-
-    @staticmethod
-    def of(lanes: Sequence[Blocks], rows: int, zero: int) -> "Sketch":
-        """The sketch of these lanes, whatever their order."""
-        return Sketch(tuple(sorted(lanes, reverse=True)), rows, zero)
-
-    @property
-    def setting(self) -> Setting:
-        """What the lanes share."""
-        return Setting(self.rows, sum(blocks[0].cp for blocks in self.lanes), self.zero)
-
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        """All blocks."""
-        return tuple(block for lane in self.lanes for block in lane)
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A sketch with layers and micro-batches, and the seconds of a step that it would about take."""
-
-    sketch: Sketch
-    lanes: tuple[Lane, ...]
-    micro_batches: tuple[int, ...]
-    pipeline_seconds: float
-    seconds: float
+TIMED_DEVICES = 64
+"""Up to so many devices, placing and timing a draft costs less than choosing a wrong one."""
 
 
 class Drafts:
@@ -91,11 +62,27 @@ class Drafts:
                 speed += supply.count[kind] * max(self.speed(block) / block.ranks for block in own)
         return self._work / speed
 
-    def draft(self, sketch: Sketch) -> Draft | None:
-        """Layers and micro-batches of a sketch; None where some lane does not fit into memory."""
+    def draft(self, sketch: Sketch, limit: float = inf) -> Draft | None:
+        """Layers, micro-batches and seconds of a sketch; None where some lane does not fit into memory.
+
+        On clusters of up to `TIMED_DEVICES`, the seconds of a draft whose pipelines take less than `limit` are the cost
+        model's own, with ranks; else about that.
+        """
         if sketch not in self.known:
             self.known[sketch] = self._draft(sketch)
-        return self.known[sketch]
+        draft = self.known[sketch]
+        few = len(self.prices.problem.cluster.devices) <= TIMED_DEVICES
+        if draft is not None and few and not draft.timed and draft.pipeline_seconds < limit:
+            self.known[sketch] = draft = self._timed(draft)
+        return draft
+
+    def _timed(self, draft: Draft) -> Draft | None:
+        cluster, sketch = self.prices.problem.cluster, draft.sketch
+        ranks = place(cluster, sketch.lanes)
+        if ranks is None:
+            return None
+        found = price(strategy_of(draft, ranks, cluster, sketch.zero), cluster, self.prices.costs)
+        return None if found is None else replace(draft, seconds=found.seconds, timed=True)
 
     def _draft(self, sketch: Sketch) -> Draft | None:
         setting, total = sketch.setting, self.prices.problem.global_batch_size // sketch.rows

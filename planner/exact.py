@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
+from math import inf
 
 from hetero_megatron.planner.cost import Costs
-from hetero_megatron.planner.drafts import Draft, Sketch
+from hetero_megatron.planner.sketch import Draft, Sketch
 from hetero_megatron.planner.lanes import Blocks, Lane, Lanes, Setting
 from hetero_megatron.planner.level_two import PipelineLoad
 from hetero_megatron.planner.prices import Prices
@@ -22,7 +23,7 @@ from hetero_megatron.planner.problem import Block, Problem
 from hetero_megatron.planner.realize import Priced, price, strategy_of
 
 DEVICES, KINDS, LAYERS, BATCH = 8, 2, 12, 32
-MOST_TIMED = 60000
+MOST_TIMED = 8000
 """Strategies that are timed before the search gives up on a proof."""
 WON = 1e-9
 """A step is shorter if it is shorter by more than this share."""
@@ -38,8 +39,8 @@ def is_small(problem: Problem) -> bool:
     )
 
 
-def exact(problem: Problem, costs: Costs, start: Priced) -> tuple[Priced, bool]:
-    """The best strategy, and whether that is proven; `start` is one that fits."""
+def exact(problem: Problem, costs: Costs, start: Priced | None) -> tuple[Priced | None, bool]:
+    """The best strategy, and whether that is proven; `start` is one that fits, if one is known."""
     search = _Search(problem, costs, start)
     for rows in problem.rows:
         search.run(rows)
@@ -55,7 +56,7 @@ class _Split:
 
 
 class _Search:
-    def __init__(self, problem: Problem, costs: Costs, start: Priced) -> None:
+    def __init__(self, problem: Problem, costs: Costs, start: Priced | None) -> None:
         self.problem, self.costs, self.best, self.timed = problem, costs, start, 0
         self.prices = Prices(problem, costs)
         self.lanes = Lanes(self.prices, quick=False)
@@ -63,13 +64,18 @@ class _Search:
 
     @property
     def limit(self) -> float:
-        return self.best.seconds * (1 - WON)
+        return inf if self.best is None else self.best.seconds * (1 - WON)
+
+    def _takes(self, slowest: float) -> int:
+        """Most micro-batches within the limit."""
+        most = self.problem.global_batch_size
+        return most if self.limit == inf else min(most, int(self.limit / slowest))
 
     def run(self, rows: int) -> None:
         total = self.problem.global_batch_size // rows
         lanes = [(blocks, self._fastest(blocks, rows)) for blocks in self._all_lanes()]
         lanes.sort(key=lambda each: (-1 / each[1] / sum(b.ranks for b in each[0]), each[0]))
-        for chosen in self._groups(lanes, total, [], 0):
+        for chosen in self._groups(lanes, total, [], 0, rows):
             if self.timed >= MOST_TIMED:
                 return
             self._settle(chosen, rows, total)
@@ -102,7 +108,7 @@ class _Search:
         return values[-1]
 
     def _groups(
-        self, lanes: Sequence[tuple[Blocks, float]], left: int, chosen: list[Blocks], start: int
+        self, lanes: Sequence[tuple[Blocks, float]], left: int, chosen: list[Blocks], start: int, rows: int
     ) -> Iterator[list[Blocks]]:
         """Every multiset of lanes that there are devices for and that could take all micro-batches in time."""
         if chosen and left <= 0:
@@ -112,33 +118,31 @@ class _Search:
             return
         for n in range(start, len(lanes)):
             blocks, slowest = lanes[n]
-            takes = int(self.limit / slowest)
+            takes = self._takes(slowest)
             if takes < 1 or len(chosen) >= self.problem.global_batch_size:
                 continue
             if not self.problem.supply.holds([b for lane in (*chosen, blocks) for b in lane]):
                 continue
-            if left > takes and not self._could(left - takes, [*chosen, blocks], lanes[n][1]):
+            if left > takes and not self._could(left - takes, [*chosen, blocks], rows):
                 continue
-            yield from self._groups(lanes, left - takes, [*chosen, blocks], n)
+            yield from self._groups(lanes, left - takes, [*chosen, blocks], n, rows)
 
-    def _could(self, left: int, chosen: list[Blocks], _slowest: float) -> bool:
+    def _could(self, left: int, chosen: list[Blocks], rows: int) -> bool:
         """Whether the devices that are left could take so many micro-batches within the limit at all."""
         used = Counter(block.kind for lane in chosen for block in lane for _ in range(block.ranks))
         speed = 0.0
         for kind, own in self.problem.blocks.items():
             if own:
-                best = max(1 / self.prices.layer(b, self._rows_now).total / b.ranks for b in own)
+                best = max(1 / self.prices.layer(b, rows).total / b.ranks for b in own)
                 speed += (self.problem.supply.count[kind] - used[kind]) * best
         return speed * self.limit / self.problem.config.num_layers >= left * (1 - 1e-9)
-
-    _rows_now = 1
 
     def _settle(self, chosen: list[Blocks], rows: int, total: int) -> None:
         """Every number of micro-batches and every split of layers of these lanes that is below the best step."""
         allowed = self.problem.choices.pipelines
         if allowed and len(chosen) not in allowed:
             return
-        most = [int(self.limit / self._fastest(blocks, rows)) for blocks in chosen]
+        most = [self._takes(self._fastest(blocks, rows)) for blocks in chosen]
         for counts in _shares(total, most):
             if any(a == b and m < n for (a, m), (b, n) in pairwise(zip(chosen, counts, strict=True))):
                 continue  # equal lanes: the first takes most

@@ -7,7 +7,8 @@ depends on the problem alone, and effort is counted in sketches, not in seconds:
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hetero_megatron.planner.drafts import Draft, Drafts, Sketch
+from hetero_megatron.planner.drafts import Drafts
+from hetero_megatron.planner.sketch import Draft, Sketch
 from hetero_megatron.planner.moves import moves
 from hetero_megatron.planner.seeds import sketches
 
@@ -37,7 +38,7 @@ def guided(drafts: Drafts, zero: int, effort: Effort, more: Iterable[Sketch] = (
     best = float("inf")
     starts = sorted(sketches(problem, speed, zero), key=drafts.likely_seconds)
     for sketch in (*more, *starts[: effort.seeds]):
-        draft = drafts.draft(sketch) if drafts.least_seconds(sketch) < best else None
+        draft = drafts.draft(sketch, best) if drafts.least_seconds(sketch) < best else None
         if draft is not None:
             found[sketch] = draft
             best = min(best, draft.seconds)
@@ -74,7 +75,7 @@ def _climb(
             limit = (better or now).seconds
             if drafts.least_seconds(sketch) >= limit:
                 continue
-            draft = drafts.draft(sketch)
+            draft = drafts.draft(sketch, limit)
             if draft is not None:
                 found[sketch] = draft
                 if draft.seconds < limit * (1 - 1e-9):

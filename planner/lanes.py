@@ -56,6 +56,10 @@ class Lanes:
         self.worked_out = 0
         self._known: dict[tuple[Blocks, Setting, int], Lane | None] = {}
 
+    def learn(self, other: "Lanes") -> None:
+        """Take over lanes that were worked out under the same model."""
+        self._known.update(other._known)
+
     def best(self, blocks: Blocks, setting: Setting, micro_batches: int) -> Lane | None:
         """The lane of these blocks in this order for about so many micro-batches; None where memory does not do."""
         key = (blocks, setting, micro_batches)

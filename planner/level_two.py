@@ -183,7 +183,8 @@ def _in_two_rounds(total: int, rooms: Sequence[int], stages: Sequence[StageLoad]
     """One layer each, then layers that can be kept, then layers for which others are recomputed; cheapest first."""
     offers: list[tuple[float, int, int]] = []
     for s, (room, stage) in enumerate(zip(rooms, stages, strict=True)):
-        kept = min(room, int(stage.room_bytes / stage.layer_bytes)) if stage.layer_bytes else room
+        limited = stage.again and stage.layer_bytes * room > stage.room_bytes
+        kept = int(stage.room_bytes / stage.layer_bytes) if limited else room
         offers.append((stage.per_layer, s, max(0, kept - 1)))
         if room > max(kept, 1):
             more = (stage.seconds(room) - stage.seconds(max(kept, 1))) / (room - max(kept, 1))

@@ -5,17 +5,19 @@ from dataclasses import dataclass, field
 
 from hetero_megatron.errors import PlannerError
 from hetero_megatron.planner.cost import Costs
-from hetero_megatron.planner.drafts import Draft, Drafts
+from hetero_megatron.planner.drafts import TIMED_DEVICES, Drafts
+from hetero_megatron.planner.sketch import Draft, Sketch
 from hetero_megatron.planner.exact import exact, is_small
 from hetero_megatron.planner.guided import Effort, guided
 from hetero_megatron.planner.homogeneous import homogeneous
 from hetero_megatron.planner.infeasible import why_infeasible
 from hetero_megatron.planner.level_two import closed_form, deal_micro_batches, split_layers
 from hetero_megatron.planner.level_two_ilp import deal_micro_batches_ilp, split_layers_ilp
+from hetero_megatron.planner.minlp import MOST_DEVICES, solve_minlp
 from hetero_megatron.planner.prices import Prices
 from hetero_megatron.planner.problem import Problem
 from hetero_megatron.planner.realize import Priced, polish, price, strategies
-from hetero_megatron.planner.solver import NONE, Solver, with_fallback
+from hetero_megatron.planner.solver import NONE, Solver, SolverTrouble, with_fallback
 from hetero_megatron.strategy import Strategy
 
 FINALISTS = 24
@@ -64,9 +66,15 @@ class Plan:
 
 
 def make_plan(
-    problem: Problem, costs: Costs, solver: Solver | None = None, effort: Effort | None = None
+    problem: Problem,
+    costs: Costs,
+    solver: Solver | None = None,
+    effort: Effort | None = None,
+    minlp: bool = False,
 ) -> Plan:
     """The best strategy that is found; never worse than the best homogeneous one.
+
+    `solver` confirms layers and micro-batches. With `minlp`, SCIP proposes the first level of small problems as well.
 
     Raises:
         PlannerError: nothing fits, with what is needed and what there is.
@@ -74,20 +82,23 @@ def make_plan(
     began, solver = time.perf_counter(), solver or Solver()
     drafts = Drafts(Prices(problem, costs))
     zeros = problem.choices.zero
-    found = guided(drafts, max(zeros), effort or Effort())
+    proposed, trouble = _proposed(drafts, max(zeros)) if minlp else ((), "")
+    if effort is None:
+        effort = Effort() if len(problem.cluster.devices) <= TIMED_DEVICES else Effort(sketches=1200)
+    found = guided(drafts, max(zeros), effort, proposed)
     candidates = finalists(found, problem, costs)
     even = homogeneous(problem, costs)
     best = min([*candidates, *([even] if even else [])], key=lambda each: each.seconds, default=None)
-    if best is None:
-        raise PlannerError(why_infeasible(problem, drafts.prices))
     optimal = False
     if is_small(problem):
         best, optimal = exact(problem, costs, best)
+    if best is None:
+        raise PlannerError(why_infeasible(problem, drafts.prices))
     confirmed = _confirmed(drafts, found, best, solver)
     method = "exhaustive search with sound pruning" if optimal else "guided search"
     if best is even:
         method = "best homogeneous strategy: no heterogeneous one is faster"
-    notes = tuple(note for note in (confirmed, _idle(best.strategy)) if note)
+    notes = tuple(note for note in (trouble, confirmed, _idle(best.strategy)) if note)
     if not confirmed and solver.name != NONE:
         method += f", layers and micro-batches confirmed by {solver.name}"
     return Plan(
@@ -104,6 +115,19 @@ def make_plan(
         drafts,
         tuple(found),
     )
+
+
+def _proposed(drafts: Drafts, zero: int) -> tuple[tuple[Sketch, ...], str]:
+    """What SCIP makes of the first level, and a sentence where it cannot."""
+    problem = drafts.prices.problem
+    devices = len(problem.cluster.devices)
+    if devices > MOST_DEVICES:
+        return (), f"The MINLP is for up to {MOST_DEVICES} devices, and there are {devices}: guided search only."
+    try:
+        _, sketch, _, _ = solve_minlp(drafts.prices, problem.rows[0], zero, min(3, devices), min(4, devices))
+        return (sketch,), ""
+    except SolverTrouble as error:
+        return (), f"{error}. The own search made this plan."
 
 
 def finalists(found: list[Draft], problem: Problem, costs: Costs) -> list[Priced]:

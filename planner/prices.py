@@ -77,6 +77,15 @@ class Prices:
         self._bytes: dict[tuple[Where, str], Bytes] = {}
         self._cuts: dict[tuple[Block, bool, bool, int, bool], tuple[int, int]] = {}
 
+    def learn(self, other: "Prices") -> None:
+        """Take over what is known of blocks under the same model, on other devices of the same kinds."""
+        self._layers.update(other._layers)
+        self._ends.update(other._ends)
+        self._travel.update(other._travel)
+        self._loads.update(other._loads)
+        self._bytes.update(other._bytes)
+        self._cuts.update(other._cuts)
+
     def lengths(self, rows: int) -> tuple[int, ...]:
         """Documents of a micro-batch: rows that are full."""
         return (self.problem.seq_length,) * rows

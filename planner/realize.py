@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.planner.cost import Costs, Estimate
-from hetero_megatron.planner.drafts import Draft
+from hetero_megatron.planner.sketch import Draft
 from hetero_megatron.planner.placement import PIPELINE, REPLICA, place
 from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations, product
 
-from hetero_megatron.planner.drafts import Sketch
+from hetero_megatron.planner.sketch import Sketch
 from hetero_megatron.planner.lanes import Blocks
 from hetero_megatron.planner.problem import Block, Problem
 

@@ -6,6 +6,7 @@ checks them again with plain arithmetic.
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,10 +88,13 @@ def solve(problem: Integers, solver: Solver) -> tuple[float, ...]:
     except ImportError as error:
         raise SolverTrouble(solver.name, f"PuLP is not installed ({error})", "pip install pulp") from error
     model = pulp.LpProblem("plan", pulp.LpMinimize)
-    variables = [
-        pulp.LpVariable(f"x{n}", lo, hi, pulp.LpInteger if whole else pulp.LpContinuous)
-        for n, (lo, hi, whole) in enumerate(zip(problem.lower, problem.upper, problem.whole, strict=True))
-    ]
+    with warnings.catch_warnings():
+        # PuLP 3 announces another spelling for PuLP 4, which it does not have itself.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        variables = [
+            pulp.LpVariable(f"x{n}", lo, hi, pulp.LpInteger if whole else pulp.LpContinuous)
+            for n, (lo, hi, whole) in enumerate(zip(problem.lower, problem.upper, problem.whole, strict=True))
+        ]
     model += pulp.lpSum(c * x for c, x in zip(problem.objective, variables, strict=True))
     for coefficients, equal, bound in problem.rows:
         left = pulp.lpSum(c * x for c, x in zip(coefficients, variables, strict=True) if c)

@@ -36,6 +36,8 @@ FLOORS: tuple[
             "recipe_data",
             "preparing",
             "recipe_model",
+            "recipe_plan",
+            "strategy_yaml",
             "recipe_sections",
             "recipe_text",
             "recipes",

@@ -152,6 +152,53 @@ def profile(
 
 
 @app.command()
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    settings: Settings = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write the strategy section, as YAML, to a file."),
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say where time goes, and why other plans lost.")
+    ] = False,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Draw the plan into a picture file.")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="FILE", help="Measured times, as `profile` writes them."),
+    ] = None,
+    after_loss: Annotated[
+        str, typer.Option("--after-loss", metavar="RANKS", help="Plan on after these ranks died: 31, or 28-31,3.")
+    ] = "",
+    zero: Annotated[
+        int | None, typer.Option("--zero", min=0, max=1, help="Only with this; left out, whichever is faster.")
+    ] = None,
+    pipelines: Annotated[
+        int | None, typer.Option("--pipelines", min=1, help="Only with so many pipelines.")
+    ] = None,
+    solver: Annotated[
+        str, typer.Option("--solver", help="Who confirms the plan: highs, cbc, none, or the path of a CBC program.")
+    ] = "highs",
+    minlp: Annotated[
+        bool, typer.Option("--minlp", help="Let SCIP propose pipelines and stages too, for up to 8 devices.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Choose a strategy for a recipe's model, cluster and batch, and say how good it is; a given one is compared."""
+    from hetero_megatron.recipe import load_recipe
+
+    lost = tuple(sorted(_lost_ranks(after_loss, "--after-loss")))
+    checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
+    from hetero_megatron.cli import plan as command
+
+    options = command.Options(output, explain, as_json, png, profile, lost, zero, pipelines, solver, minlp)
+    command.run(checked, options)
+
+
+@app.command()
 def switch(
     before: Annotated[Path, typer.Argument(metavar="FROM", help="The recipe that runs now.")],
     after: Annotated[Path, typer.Argument(metavar="TO", help="The recipe that runs next.")],
@@ -177,14 +224,14 @@ def switch(
     command.run(first, second, lost=ranks, bytes_per_parameter=bytes_per_parameter, as_json=as_json)
 
 
-def _lost_ranks(text: str) -> frozenset[int]:
-    """The ranks of `--lost`."""
+def _lost_ranks(text: str, option: str = "--lost") -> frozenset[int]:
+    """The ranks of `--lost` or another option."""
     from hetero_megatron.recipe_text import number_list
 
     try:
         return frozenset(number_list(text)) if text else frozenset()
     except RecipeError as error:
-        raise RecipeError(f"--lost: {error}") from error
+        raise RecipeError(f"{option}: {error}") from error
 
 
 @convert.command("hf-to-run")

@@ -20,7 +20,7 @@ from hetero_megatron.planner.simulate import RankReport, Simulation, simulate
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.strategy import Strategy
 from hetero_megatron.trace_file import chrome_trace
-from hetero_megatron.train import build_program
+from hetero_megatron.run import build_program
 
 WIDTH = 100
 GIB = 2**30

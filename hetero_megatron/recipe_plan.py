@@ -1,0 +1,51 @@
+"""What a recipe's `strategy: auto` means: the planner on its model, cluster and training sections (paper A.1)."""
+
+from typing import TYPE_CHECKING
+
+from hetero_megatron.planner.cost import Costs
+from hetero_megatron.planner.plan import Plan, make_plan
+from hetero_megatron.planner.problem import Choices, Problem
+from hetero_megatron.planner.profiles import Profiles
+from hetero_megatron.planner.solver import Solver
+
+if TYPE_CHECKING:
+    from hetero_megatron.recipe import Recipe
+
+
+def problem_of(recipe: "Recipe", choices: Choices | None = None) -> Problem:
+    """What is to be planned: model, devices, rows a step and tokens a row."""
+    training = recipe.training
+    return Problem(
+        recipe.make_config(),
+        recipe.make_cluster(),
+        training.global_batch_size,
+        training.seq_length,
+        choices or Choices(),
+    )
+
+
+def costs_of(recipe: "Recipe", problem: Problem, profiles: Profiles | None = None) -> Costs:
+    """The cost model of a recipe's model, devices and precision."""
+    return Costs(
+        problem.config,
+        problem.cluster,
+        profiles or Profiles(),
+        problem.seq_length,
+        recipe.training.precision,
+    )
+
+
+def plan_recipe(
+    recipe: "Recipe",
+    choices: Choices | None = None,
+    profiles: Profiles | None = None,
+    solver: Solver | None = None,
+) -> Plan:
+    """The plan for a recipe; a strategy that it has is not looked at.
+
+    Raises:
+        RecipeError: there is no cluster to plan for.
+        PlannerError: nothing fits.
+    """
+    problem = problem_of(recipe, choices)
+    return make_plan(problem, costs_of(recipe, problem, profiles), solver)
