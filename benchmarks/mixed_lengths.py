@@ -41,7 +41,9 @@ def chosen(
     took = (time.process_time() - began) / len(steps)
     counts = Counter(named[each.strategy].name for each in found)
     switches = sum(each.switch_seconds > 0 for each in found)
-    gap = np.mean([max(each.candidate.report.seconds) / each.candidate.report.lower_bound - 1 for each in found])
+    gap = np.mean(
+        [max(each.candidate.report.seconds) / each.candidate.report.lower_bound - 1 for each in found]
+    )
     told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     note = f"{told}; {switches} switches; slowest pipeline {100 * gap:.1f}% above its bound"
     return float(np.mean([each.total_seconds for each in found])), note, took
@@ -52,7 +54,10 @@ def rows_of(
 ) -> tuple[list[tuple[str, float, str]], float, float]:
     """(policy, mean step, note) of each, the mean floor, and seconds of choosing a step."""
     rows = []
-    for name, varlen in (("homogeneous, packed windows", False), ("homogeneous, variable-length attention", True)):
+    for name, varlen in (
+        ("homogeneous, packed windows", False),
+        ("homogeneous, variable-length attention", True),
+    ):
         best = best_windows(layouts, steps, varlen)
         rows.append((name, best.seconds, str(best)))
     buckets = Buckets(layouts, HOTSPA[layouts.context], switch)
@@ -68,7 +73,9 @@ def rows_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=Path, required=True)
     parser.add_argument("--context", default="32768,16384")
     parser.add_argument("--kind", default="h20", help="kind of the 32 devices")
@@ -90,9 +97,13 @@ def main() -> None:
         sample = LengthSample.draw(lengths, context, arguments.tokens, arguments.steps, EVALUATED)
         rows, floor, took = rows_of(layouts, plan, sample.steps, arguments.switch_seconds, costs)
         ours = rows[-1][1]
-        table = Table(title=f"context {context}, 32 {arguments.kind}, {arguments.steps} steps", title_justify="left")
+        table = Table(
+            title=f"context {context}, 32 {arguments.kind}, {arguments.steps} steps", title_justify="left"
+        )
         for column in ("policy", "mean step", "ours is", "above the floor", ""):
-            table.add_column(column, justify="right" if column in ("mean step", "ours is", "above the floor") else "left")
+            table.add_column(
+                column, justify="right" if column in ("mean step", "ours is", "above the floor") else "left"
+            )
         for name, seconds, note in rows:
             table.add_row(
                 name,

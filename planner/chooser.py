@@ -65,6 +65,16 @@ class Choice:
     switch_seconds: float
 
     @property
+    def pipelines(self) -> tuple[Batches, ...]:
+        """Per pipeline and micro-batch, the numbers of the documents."""
+        return self.candidate.pipelines
+
+    @property
+    def report(self) -> DispatchReport:
+        """How well the step is shared."""
+        return self.candidate.report
+
+    @property
     def total_seconds(self) -> float:
         """The step with its switch."""
         return self.candidate.seconds + self.switch_seconds
@@ -123,14 +133,15 @@ class StepChooser:
         """
         tables = [self.candidates(lengths) for lengths in steps]
         seconds = [[each.seconds if each else np.inf for each in own] for own in tables]
-        arrive = [0.0 if before is None else own for own in self.switches[before or 0]]
-        total = np.array(arrive) + seconds[0] if seconds else np.zeros(0)
+        if not seconds:
+            return ()
         switches, came = np.array(self.switches), []
-        for own in seconds[1:]:
+        total = np.array(seconds[0]) + (0.0 if before is None else switches[before])
+        for row in seconds[1:]:
             through = total[:, None] + switches
             came.append(through.argmin(axis=0))
-            total = through.min(axis=0) + own
-        path = [int(total.argmin())] if seconds else []
+            total = through.min(axis=0) + row
+        path = [int(total.argmin())]
         for back in reversed(came):
             path.append(int(back[path[-1]]))
         path.reverse()
@@ -187,7 +198,9 @@ class StepChooser:
                 )
                 estimate = self.costs.step(strategy, _lengths(pipelines, lengths)) if any(better) else second
         return Candidate(
-            pipelines, estimate.seconds, self._report(number, pipelines, lengths, estimate.pipeline_seconds, shared.lower_bound)
+            pipelines,
+            estimate.seconds,
+            self._report(number, pipelines, lengths, estimate.pipeline_seconds, shared.lower_bound),
         )
 
     def _report(

@@ -41,7 +41,9 @@ class Loads:
         self._tokens = np.concatenate(
             ([0.0], np.cumsum(np.bincount(places, self._lengths, count)) / len(steps))
         )
-        self._documents = np.concatenate(([0.0], np.cumsum(np.bincount(places, minlength=count)) / len(steps)))
+        self._documents = np.concatenate(
+            ([0.0], np.cumsum(np.bincount(places, minlength=count)) / len(steps))
+        )
         # The longest document of each step in each interval.
         self._longest = np.zeros((len(steps), count))
         step = np.repeat(np.arange(len(steps)), [len(each) for each in steps])
@@ -64,7 +66,9 @@ class Loads:
         # One document is not cut: no pipeline of several is done before the one that has the longest.
         alone = float(work.alone(np.ceil(longest).astype(np.int64)).mean())
         load = max(load, alone)
-        batches = work.best_count(load, ceil(tokens / (FILLED * option.capacity)), max(1, round(documents / count)))
+        batches = work.best_count(
+            load, ceil(tokens / (FILLED * option.capacity)), max(1, round(documents / count))
+        )
         return work.seconds(load, batches, max(alone, load / batches))
 
 

@@ -204,7 +204,14 @@ class Layouts:
             best: tuple[float, tuple[int, ...]] | None = None
             for less in range(min(4, layers // pp) if pp > 1 else 1):
                 last = layers // pp - less
-                others = [(layers - last) // (pp - 1) + (place < (layers - last) % (pp - 1)) for place in range(pp - 1)] if pp > 1 else []
+                others = (
+                    [
+                        (layers - last) // (pp - 1) + (place < (layers - last) % (pp - 1))
+                        for place in range(pp - 1)
+                    ]
+                    if pp > 1
+                    else []
+                )
                 self._splits[key] = split = (*others, last)
                 if last < 1:
                     break

@@ -38,7 +38,9 @@ class LengthSample:
         sizes = np.asarray(lengths, dtype=np.int64)
         if not len(sizes) or sizes.min() < 1:
             told = "there is none" if not len(sizes) else f"one has {int(sizes.min())} tokens"
-            raise PlannerError(f"lengths of documents are needed to plan for them: {told}; give lengths of 1 or more")
+            raise PlannerError(
+                f"lengths of documents are needed to plan for them: {told}; give lengths of 1 or more"
+            )
         if min(context, tokens_per_step, steps) < 1:
             raise PlannerError(
                 f"context {context}, {tokens_per_step} tokens per step and {steps} steps must be positive"
@@ -68,7 +70,9 @@ class LengthSample:
 
     def up_to(self, low: int, high: int, most: int) -> tuple[Lengths, ...]:
         """The first `most` steps whose longest document has more than `low` and at most `high` tokens."""
-        found = [step for step, longest in zip(self.steps, self.longest, strict=True) if low < longest <= high]
+        found = [
+            step for step, longest in zip(self.steps, self.longest, strict=True) if low < longest <= high
+        ]
         return tuple(found[:most])
 
 

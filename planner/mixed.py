@@ -125,16 +125,21 @@ def _finalists(layouts: Layouts, steps: Sequence[Lengths], longest: int, most: i
         for seconds, composition in best_of(loads, options, devices):
             if sum(count * layout.cp for layout, count in composition) >= replicas:
                 ways[composition] = min(seconds, ways.get(composition, np.inf))
-    found: list[_Finalist] = []
     proposed = [each for each, _ in sorted(ways.items(), key=lambda each: (each[1], each[0]))]
     alike = [((layout, devices // layout.devices),) for layout in layouts.useful(layouts.most_replicas)]
+    # All on the first step, the better half on the others too.
+    racing: list[tuple[float, Composition, StepChooser]] = []
     for composition in dict.fromkeys([*proposed[:TRIED], *alike]):
         strategy = layouts.build(composition, longest)
-        if strategy is None:
-            continue
-        chooser = StepChooser([NamedStrategy("one", strategy)], layouts.costs)
-        seconds = float(np.mean([chooser.candidate(0, step.tolist()).seconds for step in steps]))
-        found.append(_Finalist(composition, strategy, chooser.longest, seconds))
+        if strategy is not None:
+            chooser = StepChooser([NamedStrategy("one", strategy)], layouts.costs)
+            racing.append((chooser.candidate(0, steps[0].tolist()).seconds, composition, chooser))
+    racing.sort(key=lambda each: each[:2])
+    found = []
+    for first, composition, chooser in racing[: max(2 * most, len(racing) // 3)]:
+        rest = [chooser.candidate(0, step.tolist()).seconds for step in steps[1:]]
+        mean = float(np.mean([first, *rest]))
+        found.append(_Finalist(composition, chooser.strategies[0].strategy, chooser.longest, mean))
     return sorted(found, key=lambda each: (each.seconds, each.composition))[:most]
 
 
@@ -148,12 +153,16 @@ def _best_set(
 ) -> list[_Finalist]:
     """The few that are best together: one after the other, whichever saves most; one of them takes every step."""
     unique = list({each.composition: each for each in pool}.values())
+    # A run that switches needs all ranks in every strategy: each holds optimizer states.
+    unique = [each for each in unique if not each.strategy.idle_ranks] or unique
     table = np.full((len(unique), len(steps)), np.inf)
     for number, each in enumerate(unique):
         chooser = StepChooser([NamedStrategy("one", each.strategy)], costs)
         for place, step in enumerate(steps):
             if step.max() <= chooser.longest:
                 table[number, place] = chooser.candidate(0, step.tolist()).seconds
+    if not any(each.reach >= longest for each in unique):
+        unique = list({each.composition: each for each in pool}.values())
     whole = [number for number, each in enumerate(unique) if each.reach >= longest]
     chosen = [min(whole, key=lambda number: (table[number].mean(), number))]
     now = table[chosen[0]]

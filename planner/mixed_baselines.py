@@ -35,7 +35,9 @@ def windows(lengths: Sequence[int], size: int) -> list[Window]:
     room: list[int] = []
     for length in sorted(lengths, reverse=True):
         if length > size:
-            raise PlannerError(f"a document of {length} tokens is longer than a window of {size}; cut it first")
+            raise PlannerError(
+                f"a document of {length} tokens is longer than a window of {size}; cut it first"
+            )
         place = next((place for place, left in enumerate(room) if left >= length), len(found))
         if place == len(found):
             found.append([])
@@ -195,8 +197,9 @@ def paper_strategies(layouts: Layouts, steps: Sequence[Lengths]) -> tuple[NamedS
         own = [step.tolist() for step in steps if step.max() <= longest][:JUDGED]
         variants: list[tuple[float, int, NamedStrategy]] = []
         for number, kind in enumerate(KINDS):
-            parts = [(layout, count, longest if place == 0 else 1) for place, (layout, count) in enumerate(composition)]
-            parts[1:] = [(replace(layout, recompute=kind), *rest) for layout, *rest in parts[1:]]
+            (first, one), *short = composition
+            parts = [(first, one, longest)]
+            parts += [(replace(layout, recompute=kind), count, 1) for layout, count in short]
             strategy = layouts.build(_composition(layouts, parts))
             if strategy is not None:
                 named = NamedStrategy(name, strategy, most)
@@ -224,7 +227,9 @@ def fitting(layouts: Layouts, parts: Sequence[Part]) -> Strategy:
     sizes = [p.tokens(layouts.context) for p in strategy.pipelines] if strategy else [0]
     if strategy is None or max(sizes) < max(needed for _, _, needed in parts):
         told = ", ".join(f"{count} x {layout} for {needed} tokens" for layout, count, needed in parts)
-        raise PlannerError(f"{told} do not fit into the devices' memory, all layers recomputed; use more devices")
+        raise PlannerError(
+            f"{told} do not fit into the devices' memory, all layers recomputed; use more devices"
+        )
     return strategy
 
 

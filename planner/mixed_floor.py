@@ -29,9 +29,10 @@ def floor_seconds(layouts: Layouts, steps: Sequence[Lengths]) -> tuple[float, ..
         work = layouts.work(layout)
         share = sum(
             layouts.costs.chunk(trial, stage, 0, 4096, 4096 * 1024).total for stage in range(layout.pp)
-        ) / (layout.pp * max(layouts.costs.chunk(trial, s, 0, 4096, 4096 * 1024).total for s in range(layout.pp)))
+        ) / (
+            layout.pp
+            * max(layouts.costs.chunk(trial, s, 0, 4096, 4096 * 1024).total for s in range(layout.pp))
+        )
         least = work.least(lengths) * layout.devices * share
         best = np.where(lengths <= most, np.minimum(best, least), best)
-    return tuple(
-        float(best[np.searchsorted(lengths, step)].sum()) / devices for step in steps
-    )
+    return tuple(float(best[np.searchsorted(lengths, step)].sum()) / devices for step in steps)

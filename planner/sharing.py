@@ -101,7 +101,9 @@ def check(sizes: NDArray[np.int64], lanes: Sequence[SharingLane]) -> NDArray[np.
             "there is no pipeline to share documents over; a strategy has at least one pipeline"
         )
     if len(sizes) and sizes.min() < 1:
-        raise PlannerError(f"document {int(sizes.argmin())} has {int(sizes.min())} tokens; lengths are positive")
+        raise PlannerError(
+            f"document {int(sizes.argmin())} has {int(sizes.min())} tokens; lengths are positive"
+        )
     fits: NDArray[np.bool_] = sizes[None, :] <= np.array([lane.reach for lane in lanes])[:, None]
     if len(sizes) and not fits.any(axis=0).all():
         number = int(np.flatnonzero(~fits.any(axis=0))[0])
@@ -117,9 +119,7 @@ def check(sizes: NDArray[np.int64], lanes: Sequence[SharingLane]) -> NDArray[np.
     return fits
 
 
-def lower_bound(
-    sizes: NDArray[np.int64], lanes: Sequence[SharingLane], fits: NDArray[np.bool_]
-) -> float:
+def lower_bound(sizes: NDArray[np.int64], lanes: Sequence[SharingLane], fits: NDArray[np.bool_]) -> float:
     """What the slowest pipeline takes at least, whatever the sharing.
 
     For weights w of the pipelines that sum to 1, sum over documents of min over pipelines of w times its cost there is a
@@ -218,7 +218,9 @@ class _Owners:
         gained = np.concatenate(([0.0], self.alone[other][theirs]))
         down = self.alone[slow][ours][:, None] - lost
         up = self.alone[other][ours][:, None] - gained
-        after = np.where(np.isfinite(down) & np.isfinite(up), np.maximum(times[slow] - down, times[other] + up), np.inf)
+        after = np.where(
+            np.isfinite(down) & np.isfinite(up), np.maximum(times[slow] - down, times[other] + up), np.inf
+        )
         if not after.size:
             return False
         for flat in np.argsort(after, axis=None, kind="stable")[:4].tolist():
@@ -275,9 +277,7 @@ def _pack(
             best = seconds, batches
     assert best is not None, "at least one count was tried"
     numbers = documents.tolist()
-    made = sorted(
-        best[1], key=lambda batch: (-sum(cost_list[each] for each in batch), min(batch))
-    )
+    made = sorted(best[1], key=lambda batch: (-sum(cost_list[each] for each in batch), min(batch)))
     return tuple(tuple(sorted(numbers[each] for each in batch)) for batch in made), best[0]
 
 

@@ -46,6 +46,7 @@ FLOORS: tuple[
             "watch",
             "starting",
             "run",
+            "length_strategies",
             "journal",
             "loop",
             "train",
