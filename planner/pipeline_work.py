@@ -51,8 +51,9 @@ class PipelineWork:
         """How many micro-batches: more of them leave smaller bubbles, and each has its constant."""
         if self.depth == 1 or most <= least:
             return max(1, least)
-        wanted = most if self.constant <= 0 else round((load * (self.depth - 1) / self.constant) ** 0.5)
-        return max(1, least, min(most, wanted))
+        if self.constant * most**2 <= load * (self.depth - 1):
+            return most
+        return max(1, least, round((load * (self.depth - 1) / self.constant) ** 0.5))
 
 
 def pipeline_work(costs: Costs, pipeline: Pipeline, longest: int) -> PipelineWork:

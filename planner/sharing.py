@@ -17,6 +17,7 @@ from hetero_megatron.planner.pipeline_work import Floats, PipelineWork
 
 EXCHANGES, NEAR, BOUND_ROUNDS = 48, 1.001, 40
 GAIN = 1e-9
+CHEAP = 0.03
 # How full micro-batches get when documents are packed: what greedy filling counts on.
 FILLED = 0.97
 
@@ -78,11 +79,16 @@ def share(lengths: Sequence[int], lanes: Sequence[SharingLane]) -> Sharing:
     for lane in lanes:
         known.setdefault(id(lane.work), lane.work.alone(sizes))
     alone = np.where(fits, np.stack([known[id(lane.work)] for lane in lanes]), np.inf)
-    bound = lower_bound(sizes, lanes, fits)
-    owners = _Owners(sizes, lanes, alone)
-    for document in np.argsort(-alone.min(axis=0), kind="stable").tolist():
-        owners.place(document)
-    owners.exchange(bound)
+    bound, prices = lower_bound(sizes, lanes, fits)
+    order = np.argsort(-alone.min(axis=0), kind="stable").tolist()
+    tried = []
+    # Anywhere, and only where the bound's prices say that a document is cheap: unlike pipelines each have their best.
+    for allowed in (alone, _cheap(alone, prices))[: 2 if len(known) > 1 else 1]:
+        owners = _Owners(sizes, lanes, alone)
+        for document in order:
+            owners.place(document, allowed)
+        tried.append((owners.exchange(bound), owners))
+    owners = min(tried, key=lambda each: each[0])[1]
     packed = [
         _pack(lane, np.flatnonzero(owners.owner == number), sizes, alone[number])
         for number, lane in enumerate(lanes)
@@ -119,8 +125,8 @@ def check(sizes: NDArray[np.int64], lanes: Sequence[SharingLane]) -> NDArray[np.
     return fits
 
 
-def lower_bound(sizes: NDArray[np.int64], lanes: Sequence[SharingLane], fits: NDArray[np.bool_]) -> float:
-    """What the slowest pipeline takes at least, whatever the sharing.
+def lower_bound(sizes: NDArray[np.int64], lanes: Sequence[SharingLane], fits: NDArray[np.bool_]) -> tuple[float, Floats]:
+    """What the slowest pipeline takes at least, whatever the sharing, and the weights that say so.
 
     For weights w of the pipelines that sum to 1, sum over documents of min over pipelines of w times its cost there is a
     bound; weights are improved by the loads that they would give.
@@ -139,10 +145,12 @@ def lower_bound(sizes: NDArray[np.int64], lanes: Sequence[SharingLane], fits: ND
     whole = np.where(fits, least, 0.0).sum(axis=1)
     weights = 1 / np.maximum(whole, 1e-30)
     weights /= weights.sum()
+    most, chosen = 0.0, weights
     for turn in range(BOUND_ROUNDS):
         priced = weights[:, None] * least
         cheapest = priced.min(axis=0)
-        best = max(best, float(cheapest.sum()))
+        if float(cheapest.sum()) > most:
+            most, chosen = float(cheapest.sum()), weights
         # Documents that two pipelines would take at about one price are shared: their loads are smoothed.
         near = np.where(priced <= 1.02 * cheapest, 1.0, 0.0)
         near /= near.sum(axis=0)
@@ -151,7 +159,14 @@ def lower_bound(sizes: NDArray[np.int64], lanes: Sequence[SharingLane], fits: ND
             break
         weights = weights * np.exp((loads / loads.mean() - 1) / (2 + turn))
         weights /= weights.sum()
-    return best
+    return max(best, most), chosen
+
+
+def _cheap(alone: Floats, prices: Floats) -> Floats:
+    """Costs, infinite where another pipeline takes the document at a clearly lower price."""
+    priced = prices[:, None] * alone
+    found: Floats = np.where(priced <= (1 + CHEAP) * priced.min(axis=0), alone, np.inf)
+    return found
 
 
 class _Owners:
@@ -164,12 +179,14 @@ class _Owners:
         self.tokens = [0] * len(lanes)
         self.longest = [0.0] * len(lanes)
         self.count = [0] * len(lanes)
-        self._columns: list[list[float]] = alone.T.tolist()
+        self._columns: tuple[Floats, list[list[float]]] | None = None
         self._lengths: list[int] = sizes.tolist()
 
-    def place(self, document: int) -> None:
-        """To the pipeline that would be done soonest."""
-        costs, length = self._columns[document], self._lengths[document]
+    def place(self, document: int, allowed: Floats) -> None:
+        """To the pipeline that would be done soonest, of those where its cost is allowed."""
+        if self._columns is None or self._columns[0] is not allowed:
+            self._columns = allowed, allowed.T.tolist()
+        costs, length = self._columns[1][document], self._lengths[document]
         done, where = np.inf, -1
         for number, cost in enumerate(costs):
             if cost < np.inf:
@@ -199,18 +216,19 @@ class _Owners:
             number, self.load[number], self.tokens[number], self.longest[number], self.count[number]
         )
 
-    def exchange(self, bound: float) -> None:
-        """Moves and swaps out of the slowest pipeline while it gets faster."""
+    def exchange(self, bound: float) -> float:
+        """Moves and swaps out of the slowest pipeline while it gets faster; what it then takes."""
         times = [self.now(number) for number in range(len(self.lanes))]
         for _ in range(EXCHANGES):
             slowest = max(range(len(times)), key=times.__getitem__)
             if times[slowest] <= NEAR * bound:
-                return
+                break
             others = sorted(
                 (number for number in range(len(times)) if number != slowest), key=times.__getitem__
             )
             if not any(self._relieve(slowest, other, times) for other in others):
-                return
+                break
+        return max(times)
 
     def _relieve(self, slow: int, other: int, times: list[float]) -> bool:
         ours, theirs = np.flatnonzero(self.owner == slow), np.flatnonzero(self.owner == other)
@@ -267,10 +285,14 @@ def _pack(
     load, cost_list, token_list = float(costs.sum()), costs.tolist(), tokens.tolist()
     least = ceil(int(tokens.sum()) / lane.room)
     wanted = lane.work.best_count(load, least, len(order))
-    counts = {least, wanted} if lane.work.depth == 1 else {wanted, *range(max(least, wanted - 2), wanted + 3)}
+    counts = {least, wanted}
+    if lane.work.depth > 1:
+        # Equal documents are best in micro-batches of equally many.
+        each = len(order) // wanted
+        counts = {*range(wanted - 2, wanted + 3), *(ceil(len(order) / n) for n in (max(1, each), each + 1))}
     best: tuple[float, list[list[int]]] | None = None
-    for count in sorted(counts):
-        batches = _fill(order, cost_list, token_list, lane.room, min(count, len(order)), lane.work.depth == 1)
+    for count in sorted({min(max(1, least, count), len(order)) for count in counts}):
+        batches = _fill(order, cost_list, token_list, lane.room, count, lane.work.depth == 1)
         largest = max(sum(cost_list[each] for each in batch) for batch in batches)
         seconds = lane.work.seconds(load, len(batches), largest)
         if best is None or seconds < best[0]:
