@@ -213,11 +213,6 @@ class StrategySection(Section):
                 raise RecipeError(
                     f"two strategies of the list have the name {each.name!r}; give each its own"
                 )
-            if each.auto or each.several is not None:
-                raise RecipeError(
-                    f"strategy {each.name!r} of the list is {'auto' if each.auto else 'a list itself'}; write it out, as "
-                    "`hetero-megatron plan --lengths FILE -o FILE` does"
-                )
 
 
 class SourceSection(Section):

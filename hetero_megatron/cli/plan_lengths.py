@@ -81,7 +81,7 @@ def run(recipe: Recipe, options: Options) -> None:
             f"made by `hetero-megatron plan --lengths`: {found.mean:.4g} s a mean step predicted, switches included; "
             f"floor {floor:.4g} s"
         )
-        _write(strategies_yaml(plan.named, comment), options.output)
+        write(strategies_yaml(plan.named, comment), options.output)
     if options.png is not None:
         lines = [("floor", floor)]
         if found.homogeneous is not None:
@@ -221,7 +221,12 @@ def _print(found: Found, warnings: Sequence[str] | dict[str, None]) -> None:
         console.print(f"warning: {text}", style="yellow", soft_wrap=True)
 
 
-def _write(text: str, path: Path) -> None:
+def write(text: str, path: Path) -> None:
+    """Write the strategies' file.
+
+    Raises:
+        RecipeError: it cannot be written.
+    """
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
