@@ -1,12 +1,18 @@
 """Predicted against measured steps on this machine: one profile, then more than twenty strategies.
 
     PYTHONPATH=. python benchmarks/simulator.py [--rounds 5] [--steps 5] [--ranks 2] [--slow 3] [--only NAME] [--json FILE]
+    PYTHONPATH=. python benchmarks/simulator.py --paced 10 --ranks 4
 
 First the units of a small Llama are measured, as `hetero-megatron profile` does, with as many copies side by side as
 ranks will compute; then every strategy trains for some steps on forked ranks. Ranks called slow really are: after each
 forward or backward they keep their core busy for `slow` - 1 times as long as it took. A measured step is the least of
 the rounds' medians. Prints both times of every strategy, the mean error and the rank correlation. Run it on an idle
 machine with as many free cores as `--ranks`; on a busy one, it measures the others.
+
+With `--paced MS` nothing is profiled: a tiny model is trained, and every pass sleeps until it has lasted MS per layer
+forward and twice as much backward. Sleeping needs no core, so this runs on a busy machine and with more ranks than cores.
+It compares how passes wait for each other, in the real runtime and in the simulation, and says nothing about the
+prediction of compute times.
 """
 
 import argparse
@@ -34,7 +40,7 @@ from hetero_megatron.models.llama import Llama
 from hetero_megatron.pipeline.action import Action
 from hetero_megatron.planner.cost import Costs
 from hetero_megatron.planner.measure import Experiment, measure
-from hetero_megatron.planner.profiles import Profiles
+from hetero_megatron.planner.profiles import Measurement, Profiles
 from hetero_megatron.planner.simulate import simulate
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.batch import MicroBatch
@@ -47,6 +53,8 @@ from hetero_megatron.strategy import Pipeline, Stage, Strategy
 CONFIG = LlamaConfig(8, 256, 688, 4, 4, 4096)
 SEQUENCE = 256
 SLOW = "cpu-slow"
+TINY, TINY_SEQUENCE = LlamaConfig(8, 32, 64, 4, 4, 64), 16
+UNITS = ("layer", "embedding", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +124,34 @@ def with_slow_kind(profiles: Profiles, factor: float) -> Profiles:
     )
 
 
-def predict(run: Run, profiles: Profiles) -> float:
+def paced_profile(layer_seconds: float) -> Profiles:
+    """What `keep_pace` makes true, at every degree: a layer's time, and nothing for all else."""
+    times = {("layer", "forward"): layer_seconds, ("layer", "backward"): 2 * layer_seconds}
+    return Profiles(
+        measurements=tuple(
+            Measurement(
+                "cpu", "fp32", unit, phase, tp, 1, TINY_SEQUENCE, TINY_SEQUENCE, times.get((unit, phase), 0.0)
+            )  # type: ignore[arg-type]
+            for unit in UNITS
+            for phase in ("forward", "backward")
+            for tp in (1, 2)
+        )
+    )
+
+
+def predict(run: Run, profiles: Profiles, config: LlamaConfig = CONFIG, sequence: int = SEQUENCE) -> float:
     """Seconds of a step."""
-    graph = trace(Llama(CONFIG))
-    program = Program.build(graph, run.strategy, CONFIG.facts, cluster_of(run))
+    graph = trace(Llama(config))
+    program = Program.build(graph, run.strategy, config.facts, cluster_of(run))
     options = ("fp32", run.strategy.sequence_parallel, run.strategy.context_parallel)
-    return simulate(program, Costs(CONFIG, program.cluster, profiles, SEQUENCE, *options)).seconds
+    return simulate(program, Costs(config, program.cluster, profiles, sequence, *options)).seconds
 
 
-def train(run: Run, rounds: int, steps: int, factor: float) -> float:
+def train(run: Run, rounds: int, steps: int, factor: float, paced: float = 0.0) -> float:
     """Seconds of a step on real ranks: the least of the rounds' medians."""
-    model = Llama(CONFIG)
-    program = Program.build(trace(model), run.strategy, CONFIG.facts, cluster_of(run))
+    config, sequence = (TINY, TINY_SEQUENCE) if paced else (CONFIG, SEQUENCE)
+    model = Llama(config)
+    program = Program.build(trace(model), run.strategy, config.facts, cluster_of(run))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "seconds.json"
 
@@ -141,10 +165,12 @@ def train(run: Run, rounds: int, steps: int, factor: float) -> float:
                 lambda slot: initial_value(slot.name, specs[slot.name], slot.bounds, slot.full_shape, 0),
                 OptimizerSettings(lr=1e-4, train_iters=10**6),
             )
-            if world.rank in run.slow:
+            if paced:
+                keep_pace(session, paced * (factor if world.rank in run.slow else 1.0))
+            elif world.rank in run.slow:
                 slow_down(session, factor)
             number, _ = program.pipeline_of(world.rank)
-            ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, SEQUENCE + 1)
+            ids = np.random.default_rng(0).integers(0, config.vocab_size, sequence + 1)
             batch = pack([Piece(0, ids[:-1], ids[1:])], program.token_multiple(number))
             batches = [batch] * run.strategy.pipelines[number].micro_batches
             found = [timed(session, batches, steps) for _ in range(rounds + 1)][1:]
@@ -171,6 +197,24 @@ def slow_down(session: Session, factor: float) -> None:
         return loss
 
     session.stage.compute = slowed  # type: ignore[method-assign]  # the same call, slower
+
+
+def keep_pace(session: Session, layer_seconds: float) -> None:
+    """Sleep behind every forward and backward until it has lasted as long as its layers should take."""
+    compute, clock = session.stage.compute, session.clock
+    stage = session.program.stage(session.world.rank)
+
+    def paced(action: Action, batches: Sequence[MicroBatch]) -> torch.Tensor | None:
+        first, last = stage.chunks[action.chunk]
+        lasts = (last - first + 1) * layer_seconds * (1 if action.kind == "F" else 2)
+        began, before = time.perf_counter(), clock.seconds["bubble"]
+        loss = compute(action, batches)
+        # The pass begins when its input is there, for which the call has waited.
+        began += clock.seconds["bubble"] - before
+        time.sleep(max(0.0, began + lasts - time.perf_counter()))
+        return loss
+
+    session.stage.compute = paced  # type: ignore[method-assign]  # the same call, at its own pace
 
 
 def timed(session: Session, batches: Sequence[MicroBatch], steps: int) -> float:
@@ -201,23 +245,22 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=3.0)
     parser.add_argument("--only", default="")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--paced", type=float, default=0.0, metavar="MS")
     arguments = parser.parse_args()
     console = Console(highlight=False, width=100)
     torch.set_num_threads(1)
     preload(False)
-    experiment = Experiment(
-        ((1, 1), (2, 1)), ((SEQUENCE, SEQUENCE),), rounds=4 * arguments.rounds, copies=arguments.ranks
+    paced = arguments.paced * 1e-3
+    profiles = (
+        dict.fromkeys((True, False), paced_profile(paced)) if paced else measured_profiles(arguments, console)
     )
-    measured = measure(CONFIG, "fp32", "cpu", "cpu", experiment, console.print)
-    plain = replace(experiment, degrees=((2, 1),), sequence_parallel=False)
-    without = measure(CONFIG, "fp32", "cpu", "cpu", plain, console.print)
     rows = []
     for run in runs(arguments.ranks):
         if arguments.only not in run.name:
             continue
-        own = measured if run.strategy.sequence_parallel else merged(measured, without)
-        predicted = predict(run, with_slow_kind(own, arguments.slow))
-        took = train(run, arguments.rounds, arguments.steps, arguments.slow)
+        own = with_slow_kind(profiles[run.strategy.sequence_parallel], arguments.slow)
+        predicted = predict(run, own, *((TINY, TINY_SEQUENCE) if paced else ()))
+        took = train(run, arguments.rounds, arguments.steps, arguments.slow, paced)
         rows.append((run.name, took, predicted))
         console.print(f"{run.name}: {1e3 * took:.1f} ms, predicted {1e3 * predicted:.1f}")
     table = Table(title="steps in ms", title_justify="left")
@@ -240,10 +283,16 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"rows": rows, "correlation": correlation}), encoding="utf-8")
 
 
-def merged(measured: Profiles, other: Profiles) -> Profiles:
-    """One rank as before, more ranks as the other profile says."""
-    own = tuple(m for m in measured.measurements if m.tp == 1)
-    return replace(measured, measurements=own + other.measurements)
+def measured_profiles(arguments: argparse.Namespace, console: Console) -> dict[bool, Profiles]:
+    """With sequence parallelism, and without."""
+    experiment = Experiment(
+        ((1, 1), (2, 1)), ((SEQUENCE, SEQUENCE),), rounds=4 * arguments.rounds, copies=arguments.ranks
+    )
+    measured = measure(CONFIG, "fp32", "cpu", "cpu", experiment, console.print)
+    plain = replace(experiment, degrees=((2, 1),), sequence_parallel=False)
+    without = measure(CONFIG, "fp32", "cpu", "cpu", plain, console.print)
+    alone = tuple(m for m in measured.measurements if m.tp == 1)
+    return {True: measured, False: replace(measured, measurements=alone + without.measurements)}
 
 
 if __name__ == "__main__":

@@ -54,10 +54,10 @@ SPECS: tuple[DeviceSpec, ...] = (
         900.0,
         "paper Table 7; memory bandwidth: NVIDIA H20 data sheet",
     ),
-    DeviceSpec("h100", 989.4 * TERA, 80 * GB, 3350.0, "nvlink", 900.0, _HGX),
+    DeviceSpec("h100", 989 * TERA, 81559 * MIB, 3350.0, "nvlink", 900.0, _HGX),
     DeviceSpec(
         "h200",
-        989.4 * TERA,
+        989 * TERA,
         141 * GB,
         4800.0,
         "nvlink",

@@ -89,7 +89,7 @@ class Recipe(Section):
     strategy: Annotated[
         StrategySection,
         BeforeValidator(
-            _auto, json_schema_input_type=Literal["auto"] | dict[str, Any] | list[dict[str, Any]]
+            _auto, json_schema_input_type=Literal["auto"] | StrategySection | list[StrategySection]
         ),
     ]
     data: Annotated[DataSection, _expanded("data")] = DataSection()

@@ -96,7 +96,7 @@ def hexiscale(problem: Problem, costs: Costs) -> Iterator[Strategy]:
         for own in plain.blocks.values()
         for block in own
     }
-    made = [sketch for sketch in sketches(plain, speed, 0)]
+    made = list(sketches(plain, speed, 0))
     # Most devices first; of those, fewer stages for each micro-batch.
     made.sort(
         key=lambda sketch: (
@@ -176,7 +176,8 @@ def _strategy(
     for p, own in enumerate(layers):
         ends = accumulate(own, initial=0)
         stages = tuple(
-            Stage(ranks[p, s], (first, end - 1), lanes[p][s].tp) for s, (first, end) in enumerate(pairwise(ends))
+            Stage(ranks[p, s], (first, end - 1), lanes[p][s].tp)
+            for s, (first, end) in enumerate(pairwise(ends))
         )
         pipelines.append(Pipeline(counts[p], rows, stages))
     used = {rank for own in ranks.values() for rank in own}

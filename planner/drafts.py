@@ -10,6 +10,7 @@ from hetero_megatron.planner.level_two import deal_micro_batches
 from hetero_megatron.planner.placement import place
 from hetero_megatron.planner.prices import Prices
 from hetero_megatron.planner.problem import Block
+from hetero_megatron.planner.profiles import Operation
 from hetero_megatron.planner.realize import price, strategy_of
 from hetero_megatron.planner.sketch import Draft, Sketch
 
@@ -127,7 +128,7 @@ class Drafts:
         for lane in dict.fromkeys(lanes):
             for block, layers in zip(lane.blocks, lane.layers, strict=True):
                 size = FP32 * layers * weights / block.tp
-                how = "reduce_scatter" if sketch.zero else "all_reduce"
+                how: Operation = "reduce_scatter" if sketch.zero else "all_reduce"
                 seconds = costs.profiles.transfer_seconds(link, how, setting.replicas, size)
                 hidden = layers * self.prices.layer(block, sketch.rows).backward
                 worst = max(worst, seconds / layers + max(0.0, seconds - hidden))

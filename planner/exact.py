@@ -15,12 +15,12 @@ from itertools import combinations, pairwise, product
 from math import inf
 
 from hetero_megatron.planner.cost import Costs
-from hetero_megatron.planner.sketch import Draft, Sketch
 from hetero_megatron.planner.lanes import Blocks, Lane, Lanes, Setting
 from hetero_megatron.planner.level_two import PipelineLoad
 from hetero_megatron.planner.prices import Prices
 from hetero_megatron.planner.problem import Block, Problem
 from hetero_megatron.planner.realize import Priced, price, strategy_of
+from hetero_megatron.planner.sketch import Draft, Sketch
 
 DEVICES, KINDS, LAYERS, BATCH = 8, 2, 12, 32
 MOST_TIMED = 8000
@@ -147,9 +147,9 @@ class _Search:
             if any(a == b and m < n for (a, m), (b, n) in pairwise(zip(chosen, counts, strict=True))):
                 continue  # equal lanes: the first takes most
             for zero in self.problem.choices.zero:
-                if zero and len(chosen) * chosen[0][0].cp == 1:
+                if zero and 0 in self.problem.choices.zero and len(chosen) * chosen[0][0].cp == 1:
                     continue
-                setting = Setting(rows, sum(lane[0].cp for lane in chosen), zero)
+                setting = Sketch(tuple(chosen), rows, zero).setting
                 options = [
                     self._within(blocks, setting, count) for blocks, count in zip(chosen, counts, strict=True)
                 ]
@@ -162,7 +162,7 @@ class _Search:
     def _within(self, blocks: Blocks, setting: Setting, count: int) -> list[_Split]:
         key = (blocks, setting, count)
         if key not in self._splits:
-            found = [split for split in self._every_split(blocks, setting, count)]
+            found = list(self._every_split(blocks, setting, count))
             self._splits[key] = sorted(found, key=lambda each: (each.seconds, each.lane.layers))
         return [split for split in self._splits[key] if split.seconds < self.limit]
 
@@ -219,7 +219,7 @@ def every_place(
     for device in problem.cluster.devices:
         site = (device.kind, device.node)
         sites[site] = (*sites.get(site, ()), device.rank)
-    yield from _placed(places, 0, sites, {}, {site: () for site in sites})
+    yield from _placed(places, 0, sites, {}, dict.fromkeys(sites, ()))
 
 
 def _placed(

@@ -8,6 +8,7 @@ account fits by the exact one.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import lcm
 
 from hetero_megatron.activations import BOOL, FETCHED_AHEAD, FP32, INT64, SMALLEST_OFFLOADED
 from hetero_megatron.cluster import Cluster
@@ -173,13 +174,11 @@ class Footprint:
     def _tokens(self, pipeline: Pipeline, shares: tuple[int, ...], part: int, strategy: Strategy) -> int:
         """Most tokens of a micro-batch on a part, padded to what its stages cut."""
         share = -(-pipeline.tokens(self.seq_length) * shares[part] // sum(shares))
-        multiple = 1
-        if strategy.sequence_parallel:
-            for stage in pipeline.stages:
-                size = stage.tensor_parallel_sizes[part]
-                multiple = (
-                    max(multiple, size) if max(multiple, size) % min(multiple, size) == 0 else multiple * size
-                )
+        multiple = (
+            lcm(*(stage.tensor_parallel_sizes[part] for stage in pipeline.stages))
+            if strategy.sequence_parallel
+            else 1
+        )
         return _up(share, multiple) * multiple
 
     def _rank(

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hetero_megatron.planner.drafts import Drafts
-from hetero_megatron.planner.sketch import Draft, Sketch
 from hetero_megatron.planner.moves import moves
 from hetero_megatron.planner.seeds import sketches
+from hetero_megatron.planner.sketch import Draft, Sketch
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class Effort:
         sketches: worked out in all.
     """
 
-    seeds: int = 400
-    starts: int = 8
-    climbs: int = 16
-    sketches: int = 2500
+    seeds: int = 250
+    starts: int = 5
+    climbs: int = 12
+    sketches: int = 1200
 
 
 def guided(drafts: Drafts, zero: int, effort: Effort, more: Iterable[Sketch] = ()) -> list[Draft]:

@@ -77,9 +77,7 @@ def _fastest(
             price(strategy, problem.cluster, costs)
             for zero in problem.choices.zero
             for by_stage in (False, True)
-            for strategy in [
-                even_strategy(problem, ranks, (dp, tp, pp, cp), rows, recompute, zero, by_stage)
-            ]
+            for strategy in [even_strategy(problem, ranks, (dp, tp, pp, cp), rows, recompute, zero, by_stage)]
         ]
         fitting = [each for each in found if each is not None]
         if fitting:

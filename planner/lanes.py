@@ -5,9 +5,16 @@ A lane is a pipeline before its stages have ranks. Lanes of the same blocks are 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 
 from hetero_megatron.memory import SENDING_PER_STAGE
-from hetero_megatron.planner.level_two import PipelineLoad, StageLoad, closed_form, split_layers, without_limits
+from hetero_megatron.planner.level_two import (
+    PipelineLoad,
+    StageLoad,
+    closed_form,
+    split_layers,
+    without_limits,
+)
 from hetero_megatron.planner.prices import Prices, Where, travels
 from hetero_megatron.planner.problem import Block
 from hetero_megatron.planner.recursion import order_of
@@ -39,11 +46,19 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all lanes of a plan share: rows of a micro-batch, copies of the model, whether ZeRO-1 cuts states."""
+    """What all lanes of a plan share.
+
+    Attributes:
+        rows: of a micro-batch.
+        replicas: copies of the model.
+        zero: whether ZeRO-1 cuts states.
+        whole: no stage of any lane uses tensor parallelism; states are then cut another way.
+    """
 
     rows: int
     replicas: int
     zero: int
+    whole: bool = False
 
 
 class Lanes:
@@ -72,11 +87,13 @@ class Lanes:
         self, blocks: Blocks, setting: Setting, micro_batches: int, recompute: str
     ) -> tuple[StageLoad, ...]:
         """What each stage costs, sending to its neighbours included where it waits for that."""
-        depth, widest = len(blocks), max(block.tp for block in blocks)
+        depth, multiple = len(blocks), lcm(*(block.tp for block in blocks))
         found = []
         for place, block in enumerate(blocks):
             first, last = place == 0, place == depth - 1
-            where = Where(block, first, last, widest, setting.rows, setting.replicas, setting.zero)
+            where = Where(
+                block, first, last, multiple, setting.rows, setting.replicas, setting.zero, setting.whole
+            )
             sides = (not first) + (not last)
             moved = min(sides * micro_batches, SENDING_PER_STAGE * depth) + min(1, sides)
             flight = min(micro_batches, depth - place)

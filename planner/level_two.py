@@ -51,9 +51,7 @@ class StageLoad:
 
     def seconds(self, layers: int) -> float:
         """Seconds of one micro-batch, forward and backward."""
-        return (
-            self.fixed + self.per_layer * layers + (self.again - self.per_layer) * self.recomputed(layers)
-        )
+        return self.fixed + self.per_layer * layers + (self.again - self.per_layer) * self.recomputed(layers)
 
     def table(self, total: int) -> list[float]:
         """Seconds of 1, 2, ... layers, as many as fit."""
@@ -113,9 +111,9 @@ def split_layers(
         return None
     if any(stage.room_bytes < inf for stage in stages):
         # Where the best split without limits fits and recomputes nothing, no limit changes it.
-        layers = without_limits(total, stages, micro_batches)
-        if all(stage.layer_bytes * n <= stage.room_bytes for stage, n in zip(stages, layers, strict=True)):
-            return layers
+        loose = without_limits(total, stages, micro_batches)
+        if all(stage.layer_bytes * n <= stage.room_bytes for stage, n in zip(stages, loose, strict=True)):
+            return loose
     tables = [stage.table(total) for stage in stages]
     straight = all(stage.is_straight(total) for stage in stages)
     order = sorted(range(len(stages)), key=lambda s: (stages[s].per_layer, s))

@@ -22,12 +22,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def least_seconds(run: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Least of `rounds` medians of a call's time."""
+def least_seconds(
+    run: Callable[[], object], device: torch.device, rounds: int, before: Callable[[], object] | None = None
+) -> float:
+    """Least of `rounds` medians of a call's time; `before` each call something may run that is not timed."""
     found = []
     for _ in range(rounds):
         seconds = []
         for _ in range(REPEATS):
+            if before is not None:
+                before()
             synchronize(device)
             began = time.perf_counter()
             run()
@@ -47,12 +51,7 @@ def embedding_seconds(module: nn.Module, tokens_T: Tensor, rounds: int) -> tuple
 
     forward_seconds = least_seconds(forward, device, rounds)
     gradient = torch.ones_like(kept[0])
-
-    def both() -> None:
-        forward()
-        kept[0].backward(gradient)
-
-    return forward_seconds, max(0.0, least_seconds(both, device, rounds) - forward_seconds)
+    return forward_seconds, least_seconds(lambda: kept[0].backward(gradient), device, rounds, forward)
 
 
 def weight_gradient_seconds(modules: Mapping[str, nn.Module], tokens: int, rounds: int) -> dict[str, float]:

@@ -31,16 +31,24 @@ def solve_minlp(
         import pyomo.environ as pyo
     except ImportError as error:
         raise SolverTrouble(SCIP, f"Pyomo is not installed ({error})", REMEDY) from error
+    try:
+        import pyscipopt  # noqa: F401  # Pyomo only says that SCIP is not available
+    except ImportError as error:
+        raise SolverTrouble(SCIP, f"PySCIPOpt is not installed ({error})", REMEDY) from error
     solver = pyo.SolverFactory("scip_direct")
     if not solver.available(exception_flag=False):
-        raise SolverTrouble(SCIP, "PySCIPOpt is not installed", REMEDY)
-    blocks = [block for own in prices.problem.blocks.values() for block in own if block.cp == 1 and not block.spread]
+        raise SolverTrouble(SCIP, "does not run here", REMEDY)
+    blocks = [
+        block for own in prices.problem.blocks.values() for block in own if block.cp == 1 and not block.spread
+    ]
     model = _model(pyo, prices, blocks, rows, pipelines, stages)
     try:
         result = solver.solve(model, options={"limits/time": seconds}, load_solutions=False)
         if str(result.solver.termination_condition) != "optimal":
             raise SolverTrouble(
-                SCIP, f"stopped without an optimal solution: {result.solver.termination_condition}", "allow it more time"
+                SCIP,
+                f"stopped without an optimal solution: {result.solver.termination_condition}",
+                "allow it more time",
             )
         model.solutions.load_from(result)
     except SolverTrouble:
@@ -130,7 +138,9 @@ def _read(
     problem = prices.problem
     total = problem.global_batch_size // rows
     if sum(count for _, _, count in found) != total:
-        raise SolverTrouble(SCIP, f"dealt {sum(c for _, _, c in found)} micro-batches of {total}", "name none")
+        raise SolverTrouble(
+            SCIP, f"dealt {sum(c for _, _, c in found)} micro-batches of {total}", "name none"
+        )
     if any(sum(layers) != problem.config.num_layers or min(layers) < 1 for _, layers, _ in found):
         raise SolverTrouble(SCIP, "gave a pipeline that has not every layer once", "name none")
     if not problem.supply.holds([block for lane, _, _ in found for block in lane]):

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from hetero_megatron.planner.sketch import Sketch
 from hetero_megatron.planner.lanes import Blocks
 from hetero_megatron.planner.problem import Block, Problem
+from hetero_megatron.planner.sketch import Sketch
 
 
 def moves(problem: Problem, sketch: Sketch) -> Iterator[Sketch]:
@@ -36,7 +36,9 @@ def _changes(problem: Problem, sketch: Sketch) -> Iterator[tuple[list[Blocks], i
     pairs = [
         (a, b)
         for a in firsts
-        for b in [*firsts, *(n for n in range(len(lanes)) if lanes[n] == lanes[a] and n != a)][: len(firsts) + 1]
+        for b in [*firsts, *(n for n in range(len(lanes)) if lanes[n] == lanes[a] and n != a)][
+            : len(firsts) + 1
+        ]
         if a != b
     ]
 
@@ -70,8 +72,8 @@ def _changes(problem: Problem, sketch: Sketch) -> Iterator[tuple[list[Blocks], i
                     yield (
                         swapped(
                             {
-                                a: [lanes[a][:n] + (taken,) + lanes[a][n + 1 :]],
-                                b: [lanes[b][:m] + (block,) + lanes[b][m + 1 :]],
+                                a: [(*lanes[a][:n], taken, *lanes[a][n + 1 :])],
+                                b: [(*lanes[b][:m], block, *lanes[b][m + 1 :])],
                             }
                         ),
                         rows,
@@ -96,14 +98,14 @@ def _reshaped(problem: Problem, lane: Blocks) -> Iterator[Blocks]:
         sizes = {b.tp: b for b in problem.blocks[block.kind] if b.cp == block.cp}
         if block.tp % 2 == 0 and block.tp // 2 in sizes:
             small = sizes[block.tp // 2]
-            yield lane[:n] + (small, small) + lane[n + 1 :]
-            yield lane[:n] + (small,) + lane[n + 1 :]
+            yield (*lane[:n], small, small, *lane[n + 1 :])
+            yield (*lane[:n], small, *lane[n + 1 :])
         if 2 * block.tp in sizes:
             twins = [m for m in range(n + 1, len(lane)) if lane[m] == block]
             if twins:
                 m = twins[0]
-                yield lane[:n] + (sizes[2 * block.tp],) + lane[n + 1 : m] + lane[m + 1 :]
-            yield lane[:n] + (sizes[2 * block.tp],) + lane[n + 1 :]
+                yield (*lane[:n], sizes[2 * block.tp], *lane[n + 1 : m], *lane[m + 1 :])
+            yield (*lane[:n], sizes[2 * block.tp], *lane[n + 1 :])
         if len(lane) > 1:
             yield lane[:n] + lane[n + 1 :]
             yield from _inserted(lane[:n] + lane[n + 1 :], block)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from hetero_megatron.cluster import ranges_text
 from hetero_megatron.errors import PlannerError
-from hetero_megatron.planner.simulate import Place, Simulation, StageSpan
+from hetero_megatron.planner.events import Place, StageSpan
+from hetero_megatron.planner.simulate import Simulation
 
 COLOURS: Mapping[str, str] = {
     "forward": "#4C8BC9",

@@ -35,7 +35,8 @@ def place(
     home: dict[Place, int] = {key: cluster.node_of(ranks[0]) for key, ranks in taken.items()}
     places = [(p, s) for p, blocks in enumerate(pipelines) for s in range(len(blocks))]
     places = [key for key in places if key not in taken]
-    for p, s in sorted(places, key=lambda key: (-pipelines[key[0]][key[1]].ranks, key)):
+    order = (lambda key: key) if together == PIPELINE else (lambda key: key[::-1])
+    for p, s in sorted(places, key=lambda key: (-pipelines[key[0]][key[1]].ranks, order(key))):
         block = pipelines[p][s]
         if block.spread:
             ranks = _whole_nodes(block, free, sizes)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from hetero_megatron.errors import PlannerError
 from hetero_megatron.planner.cost import Costs
 from hetero_megatron.planner.drafts import TIMED_DEVICES, Drafts
-from hetero_megatron.planner.sketch import Draft, Sketch
 from hetero_megatron.planner.exact import exact, is_small
 from hetero_megatron.planner.guided import Effort, guided
 from hetero_megatron.planner.homogeneous import homogeneous
@@ -17,6 +16,7 @@ from hetero_megatron.planner.minlp import MOST_DEVICES, solve_minlp
 from hetero_megatron.planner.prices import Prices
 from hetero_megatron.planner.problem import Problem
 from hetero_megatron.planner.realize import Priced, polish, price, strategies
+from hetero_megatron.planner.sketch import Draft, Sketch
 from hetero_megatron.planner.solver import NONE, Solver, SolverTrouble, with_fallback
 from hetero_megatron.strategy import Strategy
 
@@ -122,7 +122,10 @@ def _proposed(drafts: Drafts, zero: int) -> tuple[tuple[Sketch, ...], str]:
     problem = drafts.prices.problem
     devices = len(problem.cluster.devices)
     if devices > MOST_DEVICES:
-        return (), f"The MINLP is for up to {MOST_DEVICES} devices, and there are {devices}: guided search only."
+        return (
+            (),
+            f"The MINLP is for up to {MOST_DEVICES} devices, and there are {devices}: guided search only.",
+        )
     try:
         _, sketch, _, _ = solve_minlp(drafts.prices, problem.rows[0], zero, min(3, devices), min(4, devices))
         return (sketch,), ""
@@ -170,13 +173,19 @@ def _runner_up(candidates: list[Priced], best: Priced) -> Priced | None:
 
 def _idle(strategy: Strategy) -> str:
     count = len(strategy.idle_ranks)
-    return f"{count} device{'s are' if count > 1 else ' is'} idle: using them makes no step shorter" if count else ""
+    return (
+        f"{count} device{'s are' if count > 1 else ' is'} idle: using them makes no step shorter"
+        if count
+        else ""
+    )
 
 
 def _confirmed(drafts: Drafts, found: list[Draft], best: Priced, solver: Solver) -> str:
     """Ask the solver for layers and micro-batches of the chosen shape; empty where it agrees with the own search."""
     shape = [len(pipeline.stages) for pipeline in best.strategy.pipelines]
-    draft = next((d for d in found if [len(lane.blocks) for lane in d.lanes] == shape), found[0] if found else None)
+    draft = next(
+        (d for d in found if [len(lane.blocks) for lane in d.lanes] == shape), found[0] if found else None
+    )
     if draft is None or solver.name == NONE:
         return ""
     total = drafts.prices.problem.config.num_layers

@@ -61,7 +61,9 @@ def draw_plan(best: Priced, cluster: Cluster, costs: Costs, path: Path) -> None:
         axes.spines[side].set_visible(False)
     used = dict.fromkeys(cluster.kind(rank).name for rank in strategy.ranks)
     handles = [Patch(facecolor=colours[name], edgecolor="#333333", label=name) for name in used]
-    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles), frameon=False)
+    axes.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles), frameon=False
+    )
     idle = f", idle: {ranges_text(strategy.idle_ranks)}" if strategy.idle_ranks else ""
     axes.set_title(
         f"step {best.seconds:.4g} s, ZeRO {strategy.zero}, {strategy.schedule}{idle}", loc="left", fontsize=12
@@ -77,7 +79,8 @@ def _rows(pipelines: tuple[Pipeline, ...], cluster: Cluster) -> list[tuple[Pipel
     found: dict[object, tuple[Pipeline, list[int]]] = {}
     for number, pipeline in enumerate(pipelines):
         shape = tuple(
-            (cluster.kind(s.ranks[0]).name, s.tensor_parallel_sizes, s.layers, s.recompute) for s in pipeline.stages
+            (cluster.kind(s.ranks[0]).name, s.tensor_parallel_sizes, s.layers, s.recompute)
+            for s in pipeline.stages
         )
         key = (pipeline.micro_batches, pipeline.micro_batch_size, shape) if len(pipelines) > 8 else number
         found.setdefault(key, (pipeline, []))[1].append(number)

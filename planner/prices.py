@@ -5,6 +5,7 @@ All numbers come from the cost model; here they are only asked for once each.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 
 from hetero_megatron.cluster import Link
@@ -33,17 +34,19 @@ class Where:
     """A stage's place, as far as its costs depend on it.
 
     Attributes:
-        widest: the largest tensor-parallel degree of the pipeline, to whose multiple tokens are padded.
+        multiple: of all tensor-parallel degrees of the pipeline, to which tokens are padded.
         replicas: copies of the model, over which ZeRO-1 cuts states.
+        whole: no stage of the plan uses tensor parallelism.
     """
 
     block: Block
     first: bool
     last: bool
-    widest: int
+    multiple: int
     rows: int
     replicas: int
     zero: int
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,7 @@ class Prices:
 
     def _lines(self, where: Where, recompute: str) -> Bytes:
         # Neither do states depend on tokens, nor activations on how states are cut.
-        base = replace(where, replicas=1, zero=0)
+        base = replace(where, replicas=1, zero=0, whole=False)
         if where != base:
             own = self.bytes(base, recompute)
             fixed, per_layer = self._cutting(where)
@@ -191,12 +194,11 @@ class Prices:
     def _cutting(self, where: Where) -> tuple[int, int]:
         """What cutting states over replicas changes: bytes, and bytes per layer."""
         cut = where.replicas if where.zero else 1
-        key = (where.block, where.first, where.last, cut, where.widest == 1)
+        key = (where.block, where.first, where.last, cut, where.whole)
         if key not in self._cuts:
-            some = replace(where, rows=self.problem.rows[0], widest=where.block.tp)
-            whole = (False, True) if where.widest == 1 else (False,)
+            some = replace(where, rows=self.problem.rows[0], multiple=where.block.tp)
             changes = [
-                max(self._ask(some, layers, 0, "none", cut, each)[0] for each in whole)
+                self._ask(some, layers, 0, "none", cut, where.whole)[0]
                 - self._ask(some, layers, 0, "none")[0]
                 for layers in (1, 2)
             ]
@@ -210,8 +212,8 @@ class Prices:
         """The account of a stage of so many layers, the last `again` of them recomputed."""
         block = where.block
         share = -(-where.rows * self.problem.seq_length // block.cp)
-        widest = where.widest if self.costs.sequence_parallel else 1
-        local = Local(-(-share // widest) * widest, block.tp, block.kind == "cpu")
+        multiple = where.multiple if self.costs.sequence_parallel else 1
+        local = Local(-(-share // multiple) * multiple, block.tp, block.kind == "cpu", block.kind)
         entries = (Recompute(recompute, (kept, kept + again - 1)),) if again else ()
         stage = Stage((0,) * block.tp, (0, kept + again - 1), recompute=entries)
         return self.costs.footprint.stage(stage, local, cut, where.first, where.last, whole)
@@ -243,4 +245,4 @@ class Prices:
 
 def travels(prices: Prices, blocks: Sequence[Block], rows: int) -> tuple[float, ...]:
     """Seconds over each boundary of a pipeline, at their least."""
-    return tuple(prices.nearest(a, b, rows) for a, b in zip(blocks, blocks[1:], strict=False))
+    return tuple(prices.nearest(a, b, rows) for a, b in pairwise(blocks))

@@ -101,9 +101,7 @@ class Problem:
         config, largest = self.config, max(self.supply.largest.values())
         sites = {size for own in self.supply.sites.values() for size in own.values()}
         wanted = self.choices.tensor_parallel or tuple(
-            n
-            for n in range(1, 2 * largest + 1)
-            if n & (n - 1) == 0 or any(size % n == 0 for size in sites)
+            n for n in range(1, 2 * largest + 1) if n & (n - 1) == 0 or any(size % n == 0 for size in sites)
         )
         return tuple(n for n in sorted(set(wanted)) if allows(config, n))
 

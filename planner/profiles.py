@@ -265,6 +265,9 @@ class Profiles:
         )
 
 
+_WORDS: Mapping[type, str] = {int: "an int", float: "a float", str: "a text"}
+
+
 def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     part = value.get(name, {})
     if not isinstance(part, dict) or not all(isinstance(each, int | float) for each in part.values()):
@@ -273,10 +276,16 @@ def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _entries(value: Mapping[str, Any], name: str, kind: type[Any]) -> list[Any]:
-    names = [each.name for each in fields(kind)]
+    types = {each.name: each.type for each in fields(kind)}
     found = []
     for place, entry in enumerate(value.get(name, [])):
-        if not isinstance(entry, dict) or sorted(entry) != sorted(names):
-            raise PlannerError(f"profile: {name}[{place}] is {entry!r}; it has the keys {', '.join(names)}")
+        if not isinstance(entry, dict) or entry.keys() != types.keys():
+            raise PlannerError(f"profile: {name}[{place}] is {entry!r}; it has the keys {', '.join(types)}")
+        for key, wanted in types.items():
+            accepted = {int: (int,), float: (int, float)}.get(wanted, (str,))  # type: ignore[arg-type]  # or a Literal
+            if not isinstance(entry[key], accepted) or isinstance(entry[key], bool):
+                raise PlannerError(
+                    f"profile: {name}[{place}].{key} is {entry[key]!r}; {_WORDS[accepted[-1]]} is right"
+                )
         found.append(kind(**entry))
     return found

@@ -6,8 +6,8 @@ from itertools import accumulate, pairwise
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.planner.cost import Costs, Estimate
-from hetero_megatron.planner.sketch import Draft
 from hetero_megatron.planner.placement import PIPELINE, REPLICA, place
+from hetero_megatron.planner.sketch import Draft
 from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
 
 
@@ -69,7 +69,9 @@ def strategy_of(
         pipelines.append(Pipeline(count, lane.rows, stages))
     used = {rank for own in ranks.values() for rank in own}
     idle = tuple(rank for rank in cluster.ranks if rank not in used)
-    return Strategy(tuple(pipelines), zero if len(pipelines) > 1 or lane.blocks[0].cp > 1 else 0, idle_ranks=idle)
+    return Strategy(
+        tuple(pipelines), zero if len(pipelines) > 1 or lane.blocks[0].cp > 1 else 0, idle_ranks=idle
+    )
 
 
 def polish(start: Priced, cluster: Cluster, costs: Costs, rounds: int = 12) -> Priced:

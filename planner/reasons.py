@@ -40,7 +40,9 @@ def why_slower(other: Priced, best: Priced) -> str:
         if (more := work(other) / work(best) - 1) > 0.01:
             notes.append(f"{100 * more:.0f}% more device time for the same work")
         if len(other.strategy.idle_ranks) > len(best.strategy.idle_ranks):
-            notes.append(f"{len(other.strategy.idle_ranks)} devices idle instead of {len(best.strategy.idle_ranks)}")
+            notes.append(
+                f"{len(other.strategy.idle_ranks)} devices idle instead of {len(best.strategy.idle_ranks)}"
+            )
         parts.append(f"pipelines {pipelines:+.3f} s ({', '.join(notes)})")
     if abs(tail) > LEAST * best.seconds:
         parts.append(f"after them {tail:+.3f} s (gradients, update)")

@@ -103,7 +103,9 @@ def replan(
             if best is None or value < best[0] * (1 - 1e-9):
                 best = (value, priced, moved.bytes, moved.seconds)
     if best is None:
-        raise PlannerError(f"after losing ranks {ranges_text(gone)}: " + why_infeasible(problem, drafts.prices))
+        raise PlannerError(
+            f"after losing ranks {ranges_text(gone)}: " + why_infeasible(problem, drafts.prices)
+        )
     missing = lost_states(before, layers, gone) if gone else ()
     return Replan(
         best[1],
@@ -229,7 +231,9 @@ def _rest(problem: Problem, block: Block, alive: int) -> list[Blocks]:
     """What can stand in for a block of which so many devices are left: as it is, in pieces, or nothing."""
     if alive >= block.ranks:
         return [(block,)]
-    sizes = sorted((b for b in problem.blocks.get(block.kind, ()) if b.cp == block.cp), key=lambda b: -b.ranks)
+    sizes = sorted(
+        (b for b in problem.blocks.get(block.kind, ()) if b.cp == block.cp), key=lambda b: -b.ranks
+    )
     pieces: list[Block] = []
     left = alive
     for size in sizes:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations, product
 
-from hetero_megatron.planner.sketch import Sketch
 from hetero_megatron.planner.lanes import Blocks
 from hetero_megatron.planner.problem import Block, Problem
+from hetero_megatron.planner.sketch import Sketch
 
 ALL_NUMBERS = 12
 MOST_COMBINATIONS = 64
@@ -19,9 +19,7 @@ def sketches(problem: Problem, speed: Mapping[Block, float], zero: int) -> Itera
     """
     seen: set[Sketch] = set()
     for cp in problem.parts:
-        options = {
-            kind: [block for block in own if block.cp == cp] for kind, own in problem.blocks.items()
-        }
+        options = {kind: [block for block in own if block.cp == cp] for kind, own in problem.blocks.items()}
         for chosen in _combinations({kind: own for kind, own in options.items() if own}):
             for lanes in _dealt(problem, chosen, speed):
                 for rows in problem.rows:

@@ -23,7 +23,11 @@ class Sketch:
     @property
     def setting(self) -> Setting:
         """What the lanes share."""
-        return Setting(self.rows, sum(blocks[0].cp for blocks in self.lanes), self.zero)
+        replicas = sum(blocks[0].cp for blocks in self.lanes)
+        if not self.zero or replicas == 1:
+            return Setting(self.rows, replicas, 0)
+        whole = all(block.tp == 1 for lane in self.lanes for block in lane)
+        return Setting(self.rows, replicas, self.zero, whole)
 
     @property
     def blocks(self) -> tuple[Block, ...]:

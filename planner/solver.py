@@ -114,6 +114,8 @@ def _run(model: "pulp.LpProblem", solver: Solver) -> int:  # type: ignore[name-d
 
     try:
         if solver.name == HIGHS:
+            import highspy  # noqa: F401  # PuLP only says that HiGHS is not available
+
             program = pulp.HiGHS(msg=False, timeLimit=solver.seconds)
         elif solver.name == CBC:
             program = pulp.PULP_CBC_CMD(msg=False, timeLimit=solver.seconds)
@@ -177,9 +179,7 @@ def _checked(problem: Integers, values: Sequence[float | None], solver: Solver) 
         left = sum(c * x for c, x in zip(coefficients, found, strict=True))
         slack = WHOLE * max(1.0, abs(bound), *(abs(c) for c in coefficients))
         if left < bound - slack or (equal and left > bound + slack):
-            raise SolverTrouble(
-                solver.name, f"broke row {number}: {left} for {bound}", "name another solver"
-            )
+            raise SolverTrouble(solver.name, f"broke row {number}: {left} for {bound}", "name another solver")
     return tuple(found)
 
 

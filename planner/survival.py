@@ -52,7 +52,9 @@ def lost_states(strategy: Strategy, layers: int, lost: Iterable[int]) -> tuple[i
     replicas = sum(len(pipeline.stages[0].parts) for pipeline in strategy.pipelines)
     if not strategy.zero or replicas == 1:
         return lost_layers(strategy, layers, gone)
-    return tuple(layer for layer in range(layers) if any(rank in gone for rank, _ in holders(strategy, layer)))
+    return tuple(
+        layer for layer in range(layers) if any(rank in gone for rank, _ in holders(strategy, layer))
+    )
 
 
 def survives(strategy: Strategy, layers: int, lost: Iterable[int]) -> bool:

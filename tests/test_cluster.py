@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from hetero_megatron.cluster import INFINIBAND, KINDS, Cluster, Device, Link
+from hetero_megatron.device_specs import SPECS
 from hetero_megatron.errors import ClusterError
 
 
@@ -60,3 +62,24 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 def test_contradictions_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ClusterError, match=re.escape(message)):
         make()
+
+
+def test_nodes_of_two_kinds_may_have_a_link_of_their_own() -> None:
+    slow = Link("ethernet", 0.1, shared=True)
+    plain = Cluster.of_nodes({"h800": 1, "h20": 2})
+    mixed = replace(plain, between=(("h20", "h800", slow),))
+    assert mixed.link(0, 8) == mixed.link(8, 0) == slow
+    assert mixed.link(8, 16) == plain.inter_node
+    assert mixed.link(0, 1) == plain.link(0, 1)
+    assert mixed.without([0]).join([Device(0, "h800", 0)]).link(0, 8) == slow
+    assert mixed != plain
+    with pytest.raises(
+        ClusterError, match=r"link 'ethernet' is between nodes of 'h20' and 'tpu'; the cluster knows"
+    ):
+        replace(plain, between=(("h20", "tpu", slow),))
+
+
+def test_listed_kinds_have_the_figures_of_their_specifications() -> None:
+    h20 = KINDS["h20"]
+    assert (h20.memory_bytes, h20.flops, h20.link) == (97871 * 2**20, 148e12, Link("nvlink", 900.0))
+    assert {spec.name for spec in SPECS} == set(KINDS)

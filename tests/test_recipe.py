@@ -242,7 +242,7 @@ def test_the_nearest_name_looks_at_letters_and_parts() -> None:
         ),
         ("kernels.adm=auto", "FILE: kernels.adm: unknown key; did you mean adam?"),
         ("training.rms_norm=apex", "FILE: training.rms_norm: unknown key here; rms_norm belongs to kernels"),
-        ("strategy=auto", 'FILE: strategy: "auto" is text, a mapping is needed'),
+        ("strategy=best", '"best" is no strategy; write auto, or a mapping with pipelines'),
         ("strategy.dp=2", "FILE: strategy: dp describes all pipelines alike; drop it, or drop pipelines"),
         ("strategy={tp: 2}", "FILE: strategy: write pipelines, or dp, tp and pp together with micro_batches"),
         (

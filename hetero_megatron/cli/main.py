@@ -158,7 +158,9 @@ def plan(
     settings: Settings = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write the strategy section, as YAML, to a file."),
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Write the strategy section, as YAML, to a file."
+        ),
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say where time goes, and why other plans lost.")
@@ -171,16 +173,21 @@ def plan(
         typer.Option("--profile", metavar="FILE", help="Measured times, as `profile` writes them."),
     ] = None,
     after_loss: Annotated[
-        str, typer.Option("--after-loss", metavar="RANKS", help="Plan on after these ranks died: 31, or 28-31,3.")
+        str,
+        typer.Option("--after-loss", metavar="RANKS", help="Plan on after these ranks died: 31, or 28-31,3."),
     ] = "",
     zero: Annotated[
-        int | None, typer.Option("--zero", min=0, max=1, help="Only with this; left out, whichever is faster.")
+        int | None,
+        typer.Option("--zero", min=0, max=1, help="Only with this; left out, whichever is faster."),
     ] = None,
     pipelines: Annotated[
         int | None, typer.Option("--pipelines", min=1, help="Only with so many pipelines.")
     ] = None,
     solver: Annotated[
-        str, typer.Option("--solver", help="Who confirms the plan: highs, cbc, none, or the path of a CBC program.")
+        str,
+        typer.Option(
+            "--solver", help="Who confirms the plan: highs, cbc, none, or the path of a CBC program."
+        ),
     ] = "highs",
     minlp: Annotated[
         bool, typer.Option("--minlp", help="Let SCIP propose pipelines and stages too, for up to 8 devices.")

@@ -222,8 +222,9 @@ def _legend(cluster: Cluster, styles: Mapping[str, str]) -> list[tuple[str, str]
 
 def _headline(plan: Plan) -> str:
     return (
-        f"step {plan.best.seconds:.4g} s predicted; bound {plan.bound_seconds:.4g} s (all work over the speed of all devices), "
-        f"gap {100 * plan.gap:.1f}%; bubble {100 * bubble(plan.best):.1f}%; planned in {plan.seconds:.2f} s by {plan.method}"
+        f"step {plan.best.seconds:.4g} s predicted; bound {plan.bound_seconds:.4g} s "
+        f"(all work over the speed of all devices), gap {100 * plan.gap:.1f}%; "
+        f"bubble {100 * bubble(plan.best):.1f}%; planned in {plan.seconds:.2f} s by {plan.method}"
     )
 
 
@@ -239,11 +240,16 @@ def _comparison(plan: Plan, others: Mapping[str, Priced | None], given: Given | 
         if each is None:
             table.add_row(name, BASELINES[name], "-", "does not fit")
         else:
-            table.add_row(name, _short(each.strategy), f"{each.seconds:.4g}", f"{100 * (each.seconds / best - 1):.1f}%")
+            table.add_row(
+                name, _short(each.strategy), f"{each.seconds:.4g}", f"{100 * (each.seconds / best - 1):.1f}%"
+            )
     if given is not None:
         longer = f"{100 * (given.seconds / best - 1):.1f}%"
         table.add_row(
-            "given", _short(given.strategy), f"{given.seconds:.4g}", longer if given.fits else f"{longer}, does not fit"
+            "given",
+            _short(given.strategy),
+            f"{given.seconds:.4g}",
+            longer if given.fits else f"{longer}, does not fit",
         )
     return table
 
@@ -264,8 +270,8 @@ def _memory(best: Priced, cluster: Cluster) -> Table:
     for rank, need in sorted(best.memory_bytes.items()):
         kind = cluster.kind(rank)
         rows.setdefault((f"{need / GIB:.3g}", f"{kind.name} {kind.memory_bytes / GIB:.3g}"), []).append(rank)
-    for (need, device), ranks in rows.items():
-        table.add_row(ranges_text(ranks), need, device)
+    for (told, device), ranks in rows.items():
+        table.add_row(ranges_text(ranks), told, device)
     return table
 
 
@@ -299,13 +305,15 @@ def _explain(console: Console, plan: Plan, others: Mapping[str, Priced | None]) 
     ):
         each = ", ".join(f"{own / max(1, pipeline.micro_batches):.3g}" for own in busy)
         _say(console, f"pipeline {number}: {seconds:.4g} s; seconds of one micro-batch by stage: {each}")
-    _say(console, f"after the last backward: {estimate.tail_seconds:.3g} s of gradients, update and agreement")
+    _say(
+        console, f"after the last backward: {estimate.tail_seconds:.3g} s of gradients, update and agreement"
+    )
     if plan.runner_up is not None:
         told = why_slower(plan.runner_up, plan.best)
         _say(console, f"runner-up {_short(plan.runner_up.strategy)}: {told}")
-    for name, each in others.items():
-        if each is not None:
-            _say(console, f"{name}: {why_slower(each, plan.best)}. {BASELINES[name]}")
+    for name, other in others.items():
+        if other is not None:
+            _say(console, f"{name}: {why_slower(other, plan.best)}. {BASELINES[name]}")
 
 
 def _say(console: Console, text: str) -> None:

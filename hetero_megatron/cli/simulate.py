@@ -18,9 +18,9 @@ from hetero_megatron.planner.picture import draw_timeline
 from hetero_megatron.planner.profiles import Profiles
 from hetero_megatron.planner.simulate import RankReport, Simulation, simulate
 from hetero_megatron.recipe import Recipe
+from hetero_megatron.run import build_program
 from hetero_megatron.strategy import Strategy
 from hetero_megatron.trace_file import chrome_trace
-from hetero_megatron.run import build_program
 
 WIDTH = 100
 GIB = 2**30
@@ -72,9 +72,10 @@ def read_profile(path: Path | None, recipe: Recipe) -> Profiles:
         raise PlannerError(f"{path}: {error}") from error
     config = recipe.make_config()
     for name, measured in profiles.model.items():
-        if name != "num_layers" and getattr(config, name) != measured:
+        own = getattr(config, name, None)
+        if own != measured:
             raise PlannerError(
-                f"{path}: measured with {name} {measured}, the recipe's model has {getattr(config, name)}; "
+                f"{path}: measured with {name} {measured}, the recipe's model has {own}; "
                 "profile this recipe's model"
             )
     return profiles
@@ -94,8 +95,13 @@ def make_costs(recipe: Recipe, strategy: Strategy, profiles: Profiles) -> Costs:
     )
 
 
-def lengths_of(recipe: Recipe, strategy: Strategy) -> tuple[tuple[Lengths, ...], ...]:
-    """The micro-batches of a step as the trainer deals them: rows of seq_length, each taken as one document."""
+def lengths_of(recipe: Recipe, strategy: Strategy) -> tuple[tuple[Lengths, ...], ...] | None:
+    """The micro-batches of a step as the trainer deals them: rows of seq_length, each taken as one document.
+
+    Where documents are packed, their lengths are not known here: None, for micro-batches as large as may be.
+    """
+    if recipe.data.packing == "documents":
+        return None
     sizes = [(pipeline.micro_batches, pipeline.micro_batch_size) for pipeline in strategy.pipelines]
     dealt = deal(recipe.training.global_batch_size, sizes)
     return tuple(tuple((recipe.training.seq_length,) * len(rows) for rows in own) for own in dealt)

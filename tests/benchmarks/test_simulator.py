@@ -8,8 +8,11 @@ from benchmarks.simulator import (
     CONFIG,
     SEQUENCE,
     SLOW,
+    TINY,
+    TINY_SEQUENCE,
     Run,
     cluster_of,
+    paced_profile,
     predict,
     rank_correlation,
     runs,
@@ -45,6 +48,13 @@ def test_slowed_ranks_are_predicted_to_be_slower() -> None:
     assert 1.8 * even < slow < 3 * even
     unequal = next(run for run in runs(2) if run.name == "pp2 2/6, rank 0 slow")
     assert predict(unequal, with_slow_kind(PROFILE, 3.0)) < slow
+
+
+def test_paced_passes_are_priced_at_their_pace() -> None:
+    """Two stages of 4 layers: (8 + 1) slots of 4 layers' forward and backward."""
+    run = next(run for run in runs(2) if run.name == "pp2 4/4")
+    found = predict(run, paced_profile(0.01), TINY, TINY_SEQUENCE)
+    assert found == pytest.approx(9 * 4 * 0.03, rel=0.02)
 
 
 def test_rank_correlation_is_that_of_places() -> None:

@@ -61,6 +61,9 @@ PLANS: dict[str, Strategy] = {
             ),
         )
     ),
+    "short micro-batches": Strategy(
+        (Pipeline(4, 2, (Stage((0, 1), (0, 3)), Stage((8, 9), (4, 7))), max_tokens=1500),)
+    ),
     "offload": Strategy(
         (Pipeline(4, 1, (Stage((0, 1), (0, 3), offload=True), Stage((8, 9), (4, 7)))),),
         offload_optimizer=True,

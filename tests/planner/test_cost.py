@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +18,11 @@ from hetero_megatron.recipe import load_recipe
 from hetero_megatron.strategy import Pipeline, Stage, Strategy
 from tests.planner.plans import CONFIG, PLANS, SEQUENCE, costs, two_stages
 
-PAPER = "recipes/paper/"
+PAPER = Path(__file__).parent.parent.parent / "recipes" / "paper"
 
 
 def paper(name: str) -> tuple[Costs, Strategy]:
-    recipe = load_recipe(f"{PAPER}{name}.yaml")
+    recipe = load_recipe(PAPER / f"{name}.yaml")
     strategy, training = recipe.make_strategy(), recipe.training
     options = (training.seq_length, training.precision, strategy.sequence_parallel, strategy.context_parallel)
     return Costs(recipe.make_config(), recipe.make_cluster(), None, *options), strategy
@@ -53,7 +54,8 @@ def test_the_ratio_of_h800_to_h20_falls_with_tensor_parallelism() -> None:
 
 
 @pytest.mark.parametrize(("name", "measured"), [("table9_32b_16h800_32h20", 6.05), ("c4", 6.91)])
-def test_the_papers_measured_steps_are_predicted_within_a_tenth(name: str, measured: float) -> None:
+def test_the_papers_measured_steps_come_out_within_a_tenth(name: str, measured: float) -> None:
+    """The rates were inferred from the first step, so only C4's is a prediction."""
     priced, strategy = paper(name)
     assert priced.step(strategy).seconds == pytest.approx(measured, rel=0.10)
 
@@ -213,9 +215,9 @@ def test_a_step_on_48_devices_is_priced_within_milliseconds() -> None:
     priced.step(strategy)
     best = float("inf")
     for _ in range(20):
-        began = time.perf_counter()
+        began = time.thread_time()
         priced.step(strategy)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.thread_time() - began)
     assert best < 4e-3, f"{best * 1e3:.2f} ms; it takes about 0.5 ms on an idle core"
 
 
@@ -310,3 +312,31 @@ def test_whole_context_parallel_stages_that_were_measured_are_not_shared_again()
     priced = Costs(CONFIG, Cluster.of_nodes({"h20": 1}), parts, SEQUENCE)
     link = priced.cluster.kind(0).link
     assert priced.layer("h20", 1, 2, link, (1024,)).forward == pytest.approx(1024e-6 / 2)
+
+
+# All plans of the paper
+
+PLANS_OF_THE_PAPER = tuple(sorted(path.stem for path in PAPER.glob("*.yaml")))
+
+
+@pytest.mark.parametrize("name", PLANS_OF_THE_PAPER)
+def test_every_plan_of_the_paper_is_above_its_bound(name: str) -> None:
+    priced, strategy = paper(name)
+    step = priced.step(strategy)
+    assert 0 < step.bound_seconds <= step.seconds < 10 * step.bound_seconds
+    assert not priced.warnings
+    for pipeline, busy in zip(step.pipeline_seconds, step.busy, strict=True):
+        assert max(busy) <= pipeline * (1 + 1e-9) <= step.seconds * (1 + 2e-9)
+
+
+TOO_LARGE = {"c7", "table15_a", "table15_b", "table16_a"}
+"""Plans whose largest micro-batches need more than their devices have, by this account and by `explain --memory`: C7 by
+1.7 GiB of 79.6 on H800; the others, with documents of 16K or 32K tokens and no recomputation, by 18.7 to 129 GiB of 95.6."""
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS_OF_THE_PAPER if name.startswith(("table", "c"))])
+def test_the_papers_own_plans_fit_their_devices_but_for_four(name: str) -> None:
+    priced, strategy = paper(name)
+    needs = priced.memory(strategy)
+    fits = all(need <= priced.cluster.kind(rank).memory_bytes for rank, need in needs.items())
+    assert fits == (name not in TOO_LARGE)

@@ -8,7 +8,15 @@ import pytest
 
 from hetero_megatron.errors import PlannerError
 from hetero_megatron.planner.plan import make_plan
-from hetero_megatron.planner.solver import Integers, NoAnswer, Solver, SolverTrouble, _checked, solve, with_fallback
+from hetero_megatron.planner.solver import (
+    Integers,
+    NoAnswer,
+    Solver,
+    SolverTrouble,
+    _checked,
+    solve,
+    with_fallback,
+)
 from tests.planner.small import small_costs, small_problem
 
 # x + y >= 3.5, both whole: 4.
@@ -72,20 +80,23 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     assert any("PuLP is not installed" in note and "pip install pulp" in note for note in plan.notes)
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "highspy", None)
-    assert any("pip install pulp highspy" in note for note in planned(Solver()).notes)
+    notes = planned(Solver()).notes
+    assert any("solver highs: " in note and "pip install pulp highspy" in note for note in notes), notes
 
 
 def test_a_temporary_folder_that_cannot_be_written_leaves_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/nowhere")
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
     plan = planned(Solver("cbc"))
-    assert any("solver cbc: " in note for note in plan.notes)
+    assert "confirmed by cbc" in plan.method or any("solver cbc: " in note for note in plan.notes)
+    assert plan.strategy == planned(Solver("none")).strategy
 
 
 def test_without_a_solver_the_plan_is_the_same() -> None:
     plan = planned(Solver("none"))
     assert plan.strategy == planned(Solver()).strategy
-    assert plan.notes == ()
+    assert not any("solver" in note for note in plan.notes)
+    assert "confirmed" not in plan.method
 
 
 def test_an_unknown_solver_is_refused() -> None:
