@@ -22,7 +22,7 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.models.presets import PRESETS
 from hetero_megatron.planner.chooser import NamedStrategy, StepChooser
 from hetero_megatron.planner.layouts import Layouts
-from hetero_megatron.planner.length_sample import LengthSample, Lengths
+from hetero_megatron.planner.length_sample import Lengths, LengthSample
 from hetero_megatron.planner.mixed import MixedPlan, plan_mixed
 from hetero_megatron.planner.mixed_baselines import HOTSPA, Buckets, best_windows, paper_strategies
 from hetero_megatron.planner.mixed_floor import floor_seconds

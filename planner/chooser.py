@@ -150,7 +150,9 @@ class StepChooser:
             chosen = own[number]
             assert chosen is not None, "the least total is finite: some strategy holds every step"
             switch = 0.0 if last is None else self.switches[last][number]
-            found.append(Choice(number, chosen, tuple(each and each.seconds for each in own), switch))
+            found.append(
+                Choice(number, chosen, tuple(each.seconds if each else None for each in own), switch)
+            )
             last = number
         return tuple(found)
 

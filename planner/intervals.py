@@ -16,7 +16,6 @@ from hetero_megatron.planner.layouts import Composition, Layout
 from hetero_megatron.planner.pipeline_work import Floats, PipelineWork
 from hetero_megatron.planner.sharing import FILLED
 
-
 SLOWER = 1.1
 
 

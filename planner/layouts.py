@@ -7,7 +7,6 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-
 from hetero_megatron.errors import PlannerError
 from hetero_megatron.planner.cost import Costs
 from hetero_megatron.planner.pipeline_work import Floats, PipelineWork, pipeline_work

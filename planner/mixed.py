@@ -16,7 +16,7 @@ from hetero_megatron.planner.chooser import NamedStrategy, StepChooser
 from hetero_megatron.planner.cost import Costs
 from hetero_megatron.planner.intervals import Loads, Option, best_of
 from hetero_megatron.planner.layouts import Composition, Layouts, composition_text
-from hetero_megatron.planner.length_sample import LengthSample, Lengths, borders
+from hetero_megatron.planner.length_sample import Lengths, LengthSample, borders
 from hetero_megatron.strategy import Strategy
 
 STEPS, TYPICAL, TRIED, FINALISTS = 256, 4, 16, 3

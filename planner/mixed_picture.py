@@ -77,7 +77,14 @@ def _lengths(axes: "Axes", sample: LengthSample) -> None:
     for shift, shares, colour, name in ((-0.2, documents, GREY, "documents"), (0.2, tokens, DARK, "tokens")):
         axes.bar(places + shift, shares, 0.38, color=colour, label=f"share of {name}")
         for place, share in zip(places, shares, strict=True):
-            axes.text(place + shift, share, f"{share:.0f}" if share >= 1 else f"{share:.1f}", ha="center", va="bottom", fontsize=8)
+            axes.text(
+                place + shift,
+                share,
+                f"{share:.0f}" if share >= 1 else f"{share:.1f}",
+                ha="center",
+                va="bottom",
+                fontsize=8,
+            )
     starts = ["up to", *(f"{short(end)} to" for end in ends[:-1])]
     axes.set_xticks(places, [f"{start} {short(end)}" for start, end in zip(starts, ends, strict=True)])
     axes.tick_params(axis="x", length=0, labelsize=9)
@@ -100,13 +107,20 @@ def _longest(
 ) -> None:
     """The longest document of each step, in the colour of the strategy that takes it, and what each strategy holds."""
     for place, step in zip(places, sample.steps, strict=True):
-        axes.plot(np.full(len(step), place), step, linestyle="", marker=".", markersize=3, color=GREY, zorder=1)
+        axes.plot(
+            np.full(len(step), place), step, linestyle="", marker=".", markersize=3, color=GREY, zorder=1
+        )
     axes.scatter(places, sample.longest, c=list(own), s=34, zorder=3)
     for each, colour in zip(named, colours, strict=True):
         if each.max_length is not None:
             axes.axhline(each.max_length, color=colour, linewidth=1, linestyle=(0, (4, 3)), zorder=2)
             axes.text(
-                places[-1] + 0.6, each.max_length, f"{each.name} holds {short(each.max_length)}", va="center", fontsize=8.5, color=colour
+                places[-1] + 0.6,
+                each.max_length,
+                f"{each.name} holds {short(each.max_length)}",
+                va="center",
+                fontsize=8.5,
+                color=colour,
             )
     axes.set_yscale("log", base=2)
     ticks = [32, 128, *borders(sample.context)[::2]]
@@ -129,7 +143,9 @@ def _seconds(
     axes.bar(places, switches, 0.8, bottom=seconds, color=DARK)
     top = max([float((seconds + switches).max()), *(value for _, value in lines)])
     written = -np.inf
-    for name, value in sorted([*lines, ("mean", float((seconds + switches).mean()))], key=lambda each: each[1]):
+    for name, value in sorted(
+        [*lines, ("mean", float((seconds + switches).mean()))], key=lambda each: each[1]
+    ):
         axes.axhline(value, color=DARK, linewidth=1, linestyle=(0, (4, 3)) if name != "mean" else "solid")
         # Names of lines close together stand one above the other.
         written = max(value, written + 0.04 * top)

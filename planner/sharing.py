@@ -125,7 +125,9 @@ def check(sizes: NDArray[np.int64], lanes: Sequence[SharingLane]) -> NDArray[np.
     return fits
 
 
-def lower_bound(sizes: NDArray[np.int64], lanes: Sequence[SharingLane], fits: NDArray[np.bool_]) -> tuple[float, Floats]:
+def lower_bound(
+    sizes: NDArray[np.int64], lanes: Sequence[SharingLane], fits: NDArray[np.bool_]
+) -> tuple[float, Floats]:
     """What the slowest pipeline takes at least, whatever the sharing, and the weights that say so.
 
     For weights w of the pipelines that sum to 1, sum over documents of min over pipelines of w times its cost there is a

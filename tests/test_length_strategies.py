@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from hetero_megatron.data.document_samples import DocumentSamples
+from hetero_megatron.data.steps import StepSamples
 from hetero_megatron.errors import RecipeError, StrategyError
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.length_strategies import make_chooser, places_of, strategy_packing
@@ -13,8 +15,6 @@ from hetero_megatron.recipe import Recipe, load_recipe
 from hetero_megatron.run import prepare
 from hetero_megatron.strategy_yaml import strategies_yaml
 from tests.data.memory import MemoryDocuments
-from hetero_megatron.data.document_samples import DocumentSamples
-from hetero_megatron.data.steps import StepSamples
 
 HEAD = "model: {preset: llama_tiny, num_layers: 4}\n"
 LIST = """strategy:
@@ -80,7 +80,9 @@ def test_a_loader_shares_by_the_chosen_strategy_and_knows_a_ranks_places(recipe:
     packing = strategy_packing(recipe, samples)
     share = packing.share(StepSamples(0, 0, 6))
     assert share.strategy == 0
-    assert sorted(unit for own in share.pipelines for batch in own for unit in batch) == [(n, 0) for n in range(6)]
+    assert sorted(unit for own in share.pipelines for batch in own for unit in batch) == [
+        (n, 0) for n in range(6)
+    ]
     model = Llama(recipe.make_config())
     programs = [
         Program.build(trace(model), each.strategy, model.config.facts, recipe.make_cluster())
@@ -90,27 +92,60 @@ def test_a_loader_shares_by_the_chosen_strategy_and_knows_a_ranks_places(recipe:
 
 
 def test_training_takes_one_strategy(recipe: Recipe) -> None:
-    with pytest.raises(RecipeError, match=r"pretrain does not switch between strategies yet \(long, short\); `plan"):
+    with pytest.raises(
+        RecipeError, match=r"pretrain does not switch between strategies yet \(long, short\); `plan"
+    ):
         prepare(recipe)
     assert issubclass(StrategyError, ValueError)
 
 
 @pytest.mark.parametrize(
-    ("strategies", "overrides", "text"),
+    ("old", "new", "text"),
     [
-        (LIST, ["data.packing=rows"], "several strategies are chosen by the lengths of a step's documents, and data.packing"),
-        (LIST.replace("name: short", "name: long"), [], "two strategies of the list have the name 'long'; give each its own"),
-        (LIST.replace("- name: short\n  max", "- max"), [], "strategy 1 of the list has no name; give it one, such as name: long"),
-        (LIST.replace("dp: 2\n  tp: 2\n  micro_batches: 2", "auto: true"), [], "auto leaves everything to the planner; drop max_length, name"),
-        (LIST.replace("dp: 2\n", "dp: 1\n  idle_ranks: 2-3\n"), [], "strategies 'long' and 'short' have ranks 0-3 and 0-1; optimizer states stay where"),
-        (LIST.replace("dp: 2\n", "dp: 2\n  zero: 1\n"), [], "strategies 'long' and 'short' have zero 0 and 1; optimizer states stay"),
-        (LIST.replace("layers: 0-3", "layers: 0-2"), [], "strategy: .*layer"),
-        (LIST.replace("tp: 2\n", "tp: 2\n  pp: 5\n"), [], "strategy.pp: 5 stages for 4 layers"),
-        (LIST.replace("name: long", "name: long\n  max_length: 1024"), [], "no strategy takes a document of training.seq_length 2048 tokens: they hold up to 1024"),
-        (LIST.replace("max_length: 512", "max_lenght: 512"), [], r"strategy\[1\]\.max_lenght: unknown key; did you mean max_length\?"),
-        ("strategy: {several: [{name: a, micro_batches: 1}], zero: 1}\n", [], "zero belongs into the strategies of the list; write it there"),
+        ("name: short", "name: long", "two strategies of the list have the name 'long'; give each its own"),
+        (
+            "- name: short\n  max",
+            "- max",
+            "strategy 1 of the list has no name; give it one, such as name: long",
+        ),
+        (
+            "dp: 2",
+            "auto: true",
+            "auto leaves everything to the planner; drop max_length, micro_batches, name, tp",
+        ),
+        ("dp: 2", "dp: 1\n  idle_ranks: 2-3", "have ranks 0-3 and 0-1; optimizer states stay where they are"),
+        (
+            "dp: 2",
+            "dp: 2\n  zero: 1",
+            "strategies 'long' and 'short' have zero 0 and 1; optimizer states stay",
+        ),
+        ("layers: 0-3", "layers: 0-2", "strategy: .*layer"),
+        ("tp: 2", "tp: 2\n  pp: 5", "strategy.pp: 5 stages for 4 layers"),
+        ("dp: 2", "dp: 1", "strategy 'short': rank 2 is in no pipeline"),
+        (
+            "name: long",
+            "name: long\n  max_length: 1024",
+            "of training.seq_length 2048 tokens: they hold up to 1024",
+        ),
+        (
+            "max_length: 512",
+            "max_lenght: 512",
+            r"strategy\[1\]\.max_lenght: unknown key; did you mean max_length\?",
+        ),
+        (
+            "packing: documents",
+            "packing: rows",
+            "several strategies are chosen by the lengths of a step's documents",
+        ),
     ],
-)  # fmt: skip
-def test_a_list_that_does_not_do_is_refused(tmp_path: Path, strategies: str, overrides: list[str], text: str) -> None:
+)
+def test_a_list_that_does_not_do_is_refused(tmp_path: Path, old: str, new: str, text: str) -> None:
+    file = tmp_path / "mixed.yaml"
+    file.write_text((HEAD + LIST + TAIL).replace(old, new, 1))
     with pytest.raises(RecipeError, match=text):
-        load(tmp_path, strategies, *overrides)
+        load_recipe(file)
+
+
+def test_what_stands_beside_a_list_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="zero belongs into the strategies of the list; write it there"):
+        load(tmp_path, "strategy: {several: [{name: a, micro_batches: 1}], zero: 1}\n")

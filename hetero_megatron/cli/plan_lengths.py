@@ -18,7 +18,7 @@ from hetero_megatron.errors import PlannerError, RecipeError
 from hetero_megatron.length_strategies import length_costs
 from hetero_megatron.planner.chooser import Choice, StepChooser
 from hetero_megatron.planner.layouts import Layouts
-from hetero_megatron.planner.length_sample import LengthSample, Lengths
+from hetero_megatron.planner.length_sample import Lengths, LengthSample
 from hetero_megatron.planner.mixed import MixedPlan, plan_mixed
 from hetero_megatron.planner.mixed_baselines import Baseline, best_windows
 from hetero_megatron.planner.mixed_floor import floor_seconds
@@ -116,18 +116,24 @@ def read_lengths(source: str, recipe: Recipe) -> Lengths:
         if path.suffix == ".npz":
             with np.load(path) as arrays:
                 if "lengths" not in arrays:
-                    raise RecipeError(f"--lengths: {path} has arrays {sorted(arrays)}, and none named lengths")
+                    raise RecipeError(
+                        f"--lengths: {path} has arrays {sorted(arrays)}, and none named lengths"
+                    )
                 values = np.asarray(arrays["lengths"])
         elif path.suffix == ".npy":
             values = np.load(path)
         else:
-            values = np.array([int(line) for line in path.read_text(encoding="utf-8").split()], dtype=np.int64)
+            values = np.array(
+                [int(line) for line in path.read_text(encoding="utf-8").split()], dtype=np.int64
+            )
     except OSError as error:
         raise RecipeError(f"--lengths: {path}: {error.strerror or error}") from error
     except (ValueError, BadZipFile) as error:
         raise RecipeError(f"--lengths: {path} holds no whole numbers: {error}") from error
     if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise RecipeError(f"--lengths: {path} holds {values.dtype} of {values.ndim} dimensions; lengths are a row of whole numbers")
+        raise RecipeError(
+            f"--lengths: {path} holds {values.dtype} of {values.ndim} dimensions; lengths are a row of whole numbers"
+        )
     return values.astype(np.int64)
 
 

@@ -61,7 +61,9 @@ def test_a_set_of_strategies_is_printed_written_and_drawn(
     assert sum(each["steps"] for each in found["strategies"]) == len(found["steps"]) == 40
 
 
-def test_lengths_come_from_many_kinds_of_files_or_the_recipes_data(files: tuple[str, str], tmp_path: Path) -> None:
+def test_lengths_come_from_many_kinds_of_files_or_the_recipes_data(
+    files: tuple[str, str], tmp_path: Path
+) -> None:
     recipe = load_recipe(files[0])
     text, array = tmp_path / "lengths.txt", tmp_path / "lengths.npy"
     text.write_text("3\n5 7\n")
@@ -91,7 +93,9 @@ def test_what_holds_no_lengths_is_refused(files: tuple[str, str], tmp_path: Path
     stream = tmp_path / "s.jsonl"
     stream.write_text('{"text": "ab"}\n')
     own = load_recipe(files[0], [f"data.sources=[{{path: {stream}, stream: true}}]"])
-    with pytest.raises(RecipeError, match="the lengths of a stream's documents are not known; prepare the data"):
+    with pytest.raises(
+        RecipeError, match="the lengths of a stream's documents are not known; prepare the data"
+    ):
         read_lengths("data", own)
 
 

@@ -74,7 +74,9 @@ def test_a_switch_is_made_where_the_steps_behind_it_pay_for_it() -> None:
             choices = found.choose_many(steps, before)
             table = [each.seconds for each in choices]
             total = sum(each.total_seconds for each in choices)
-            assert total == pytest.approx(min(_total(path, table, switch, before) for path in product((0, 1), repeat=5)))
+            assert total == pytest.approx(
+                min(_total(path, table, switch, before) for path in product((0, 1), repeat=5))
+            )
             assert choices[2].strategy == choices[4].strategy == 0
 
 
@@ -85,7 +87,9 @@ def _total(
     if any(each is None for each in seconds):
         return float("inf")
     came = [path[0] if before is None else before, *path[:-1]]
-    return sum(each or 0.0 for each in seconds) + switch * sum(a != b for a, b in zip(came, path, strict=True))
+    return sum(each or 0.0 for each in seconds) + switch * sum(
+        a != b for a, b in zip(came, path, strict=True)
+    )
 
 
 def test_a_switch_costs_what_bringing_the_parameters_takes() -> None:
@@ -110,6 +114,8 @@ def test_no_strategy_equal_names_and_no_document_are_refused() -> None:
         chooser()
     with pytest.raises(PlannerError, match="two strategies have the name 'A'; give each its own"):
         chooser(WIDE, WIDE)
-    with pytest.raises(PlannerError, match="a step without documents has no strategy; a step takes at least one"):
+    with pytest.raises(
+        PlannerError, match="a step without documents has no strategy; a step takes at least one"
+    ):
         chooser(WIDE).choose([])
     assert chooser(WIDE).choose_many([]) == ()

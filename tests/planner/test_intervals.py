@@ -1,7 +1,7 @@
 """Length intervals and layouts by dynamic programming: equal to trying everything on small inputs (paper A.1, c)."""
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def cuts(count: int) -> Iterator[list[tuple[int, int]]]:
     for size in range(count):
         for inner in combinations(range(1, count), size):
             ends = [0, *inner, count]
-            yield list(zip(ends, ends[1:], strict=False))
+            yield list(pairwise(ends))
 
 
 def exhaustive(loads: Loads, options: Sequence[Option], devices: int) -> float:

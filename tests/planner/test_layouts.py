@@ -81,5 +81,7 @@ def test_texts_name_what_differs_from_plain_tensor_parallelism() -> None:
 
 def test_devices_of_several_kinds_are_refused() -> None:
     cluster = Cluster.of_nodes({"h800": 1, "h20": 1})
-    with pytest.raises(PlannerError, match="planned on one kind of device, and the cluster has h20, h800; plan each"):
+    with pytest.raises(
+        PlannerError, match="planned on one kind of device, and the cluster has h20, h800; plan each"
+    ):
         Layouts(SmallBatchCosts(LLAMA_32B, cluster, None, 4096, "bf16"), 4096)

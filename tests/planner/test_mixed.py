@@ -95,7 +95,9 @@ def test_the_papers_compositions_are_those_of_the_shipped_recipes(context: int) 
 
 def test_windows_hold_documents_uncut_and_long_ones_are_refused() -> None:
     assert windows([3, 9, 5, 1, 2], 10) == [(9, 1), (5, 3, 2)]
-    with pytest.raises(PlannerError, match="a document of 11 tokens is longer than a window of 10; cut it first"):
+    with pytest.raises(
+        PlannerError, match="a document of 11 tokens is longer than a window of 10; cut it first"
+    ):
         windows([11], 10)
 
 
@@ -113,10 +115,16 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(PlannerError, match="32 x TP1 for 16384 tokens do not fit into the devices' memory"):
         fitting(layouts, [(Layout(1, 1, 1), 32, 16384)])
     small = SmallBatchCosts(LLAMA_32B, Cluster.of_nodes({"h20": 1}), None, 16384, "bf16")
-    with pytest.raises(PlannerError, match=r"the paper has strategies for contexts \[16384, 32768\] on 32 devices, none"):
+    with pytest.raises(
+        PlannerError, match=r"the paper has strategies for contexts \[16384, 32768\] on 32 devices, none"
+    ):
         paper_strategies(Layouts(small, 16384), [])
     tiny = SmallBatchCosts(LLAMA_32B, Cluster.of_nodes({"v100-16": 1}), None, 16384, "bf16")
-    with pytest.raises(PlannerError, match="no strategy of 8 v100-16 devices holds a document of 16384 tokens; use more"):
+    with pytest.raises(
+        PlannerError, match="no strategy of 8 v100-16 devices holds a document of 16384 tokens; use more"
+    ):
         plan_mixed(tiny, wikipedia_like(), TOKENS)
-    with pytest.raises(PlannerError, match="no homogeneous strategy on 8 devices holds 16384 tokens per micro-batch"):
+    with pytest.raises(
+        PlannerError, match="no homogeneous strategy on 8 devices holds 16384 tokens per micro-batch"
+    ):
         homogeneous(Layouts(tiny, 16384))

@@ -47,7 +47,9 @@ def test_2_documents_over_3_pipelines_leave_one_without_work() -> None:
 
 
 def test_no_pipeline_is_refused_and_no_document_is_no_work() -> None:
-    with pytest.raises(PlannerError, match="there is no pipeline to share documents over; a strategy has at least"):
+    with pytest.raises(
+        PlannerError, match="there is no pipeline to share documents over; a strategy has at least"
+    ):
         share([3], [])
     assert share([], [SharingLane(work(1.0), 8)] * 2) == Sharing(((), ()), (0.0, 0.0), 0.0)
 
@@ -122,14 +124,23 @@ def test_the_bound_is_below_the_best_of_all_sharings_and_the_sharing_near_it(see
     random = np.random.RandomState(seed)
     lengths = random.randint(1, 25, 7).tolist()
     lanes = [
-        SharingLane(work(random.uniform(0.5, 2), per_pair=random.uniform(0, 0.05)), int(random.choice([24, 64])))
+        SharingLane(
+            work(random.uniform(0.5, 2), per_pair=random.uniform(0, 0.05)), int(random.choice([24, 64]))
+        )
         for _ in range(3)
     ]
-    best = min(
-        max(
-            lane.work.alone(np.array([n for n, owner in zip(lengths, owners, strict=True) if owner == place], dtype=np.int64)).sum()
-            for place, lane in enumerate(lanes)
+
+    def slowest(owners: tuple[int, ...]) -> float:
+        own: list[list[int]] = [[], [], []]
+        for length, owner in zip(lengths, owners, strict=True):
+            own[owner].append(length)
+        return max(
+            float(lane.work.alone(np.array(each, dtype=np.int64)).sum())
+            for lane, each in zip(lanes, own, strict=True)
         )
+
+    best = min(
+        slowest(owners)
         for owners in product(range(3), repeat=7)
         if all(lanes[owner].reach >= n for n, owner in zip(lengths, owners, strict=True))
     )
