@@ -1,7 +1,7 @@
 """Steps made ready for one rank, ahead of training (paper §8, dispatch)."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import cast
@@ -30,6 +30,7 @@ class LoadedStep:
         tokens: real tokens in `batches`.
         padding: filler tokens in `batches`.
         report: how the step is shared over all pipelines, where documents are dispatched by a cost.
+        strategy: the number of the strategy that the step takes, of several in one run.
     """
 
     batches: list[MicroBatch]
@@ -39,6 +40,7 @@ class LoadedStep:
     tokens: int
     padding: int
     report: DispatchReport | None = None
+    strategy: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ class PreparedStep:
     samples: StepSamples
     batches: list[PackedTokens]
     report: DispatchReport | None
+    strategy: int = 0
+
+
+Place = tuple[int, int] | None
+"""A rank's pipeline in a strategy, and what its micro-batches are filled up to; None where the rank is idle."""
 
 
 class Loader:
@@ -67,8 +74,12 @@ class Loader:
         position: DataPosition | None = None,
         workers: int = 1,
         prefetch: int = 2,
+        places: Sequence[Place] = (),
     ) -> None:
         """Nothing is read or started.
+
+        `places`: where the rank stands in each of several strategies; they take the place of `pipeline_number` and
+        `multiple`.
 
         Raises:
             DataError: a negative number of workers, or no step ahead.
@@ -80,6 +91,7 @@ class Loader:
             )
         self.steps, self.dispatch = steps, dispatch
         self.pipeline_number, self.multiple = pipeline_number, multiple
+        self.places: tuple[Place, ...] = tuple(places) or ((pipeline_number, multiple),)
         self.position = position or DataPosition()
         self.workers, self.prefetch = workers, prefetch
         self._workers: list[Worker] = []
@@ -130,7 +142,16 @@ class Loader:
         padding = sum(batch.padding for batch in prepared.batches)
         tokens = sum(len(batch.tokens_T) for batch in prepared.batches) - padding
         batches = [batch.on(device) for batch in prepared.batches]
-        return LoadedStep(batches, prepared.samples, self.position, waited, tokens, padding, prepared.report)
+        return LoadedStep(
+            batches,
+            prepared.samples,
+            self.position,
+            waited,
+            tokens,
+            padding,
+            prepared.report,
+            prepared.strategy,
+        )
 
     def _take(self) -> PreparedStep | None:
         """The next step; a failure is told again to whoever asks again, for it is not the end of the data."""
@@ -161,10 +182,24 @@ class Loader:
 
     def _prepared(self, first: int, every: int) -> Iterator[PreparedStep]:
         """Every so many steps from `position` on; numpy only."""
-        position, number = self.position, 0
-        while (step := self.steps.at(position)) is not None:
+        for number, step in enumerate(self._decided()):
             if number % every == first:
                 share = self.dispatch.share(step)
-                batches = prepare(self.dispatch, share, self.pipeline_number, self.multiple)
-                yield PreparedStep(step, batches, share.report)
-            position, number = self.steps.after(step), number + 1
+                place = self.places[share.strategy]
+                batches = prepare(self.dispatch, share, *place) if place else []
+                yield PreparedStep(step, batches, share.report, share.strategy)
+
+    def _decided(self) -> Iterator[StepSamples]:
+        """All steps from `position` on, decided on in blocks: what a block takes follows from where the run starts."""
+        position, over = self.position, False
+        while not over:
+            block: list[StepSamples] = []
+            while len(block) < self.dispatch.lookahead and not over:
+                step = self.steps.at(position)
+                over = step is None
+                if step is not None:
+                    block.append(step)
+                    position = self.steps.after(step)
+            if block:
+                self.dispatch.decide(block)
+            yield from block

@@ -19,16 +19,28 @@ Unit = tuple[int, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What each pipeline takes of a step: units per micro-batch; how well it is balanced, where a cost says so."""
+    """What each pipeline takes of a step: units per micro-batch; how well it is balanced, where a cost says so.
+
+    `strategy`: whose pipelines these are, the number of one of several strategies of a run.
+    """
 
     pipelines: tuple[tuple[tuple[Unit, ...], ...], ...]
     report: DispatchReport | None = None
+    strategy: int = 0
 
 
 class Packing(Protocol):
-    """How a step's samples are shared; the same on every rank and worker."""
+    """How a step's samples are shared; the same on every rank and worker.
+
+    `lookahead`: how many consecutive steps are decided on together; `decide` is told of them first, in order.
+    """
 
     samples: Samples
+    lookahead: int
+
+    def decide(self, steps: Sequence[StepSamples]) -> None:
+        """Decide on consecutive steps, which follow those of the call before."""
+        ...
 
     def share(self, step: StepSamples) -> Share:
         """Every unit of the step once, by pipeline and micro-batch."""
@@ -37,6 +49,8 @@ class Packing(Protocol):
 
 class RowPacking:
     """Rows, dealt over the pipelines in order: `pipelines` holds (micro_batches, micro_batch_size) each."""
+
+    lookahead = 1
 
     def __init__(
         self, samples: Samples, global_batch_size: int, pipelines: Sequence[tuple[int, int]]
@@ -49,6 +63,9 @@ class RowPacking:
         self.samples, self._pipelines = samples, tuple(pipelines)
         self._full = deal(global_batch_size, pipelines)
         self._size = global_batch_size
+
+    def decide(self, steps: Sequence[StepSamples]) -> None:
+        """Nothing: each step is shared by itself."""
 
     def share(self, step: StepSamples) -> Share:
         """The step's rows in order; a last step that is not full may leave pipelines without any."""
@@ -79,6 +96,8 @@ def check_last_step(steps: Steps, pipelines: Sequence[tuple[int, int]]) -> None:
 class DocumentPacking:
     """Documents, dispatched over the pipelines by a cost; a sample of several pieces is dispatched piece by piece."""
 
+    lookahead = 1
+
     def __init__(self, samples: Samples, seq_length: int, lanes: Sequence[Lane], cost: Cost) -> None:
         """Check that every piece will find a place.
 
@@ -89,20 +108,35 @@ class DocumentPacking:
         self.lanes, self.cost = tuple(lanes), cost
         dispatch([seq_length], self.lanes, cost, lambda _: "a document of seq_length tokens")
 
+    def decide(self, steps: Sequence[StepSamples]) -> None:
+        """Nothing: each step is shared by itself."""
+
     def share(self, step: StepSamples) -> Share:
         """The step's documents, balanced over pipelines and micro-batches."""
-        lengths = self.samples.lengths(step.first, step.count).tolist()
-        units: list[Unit] = []
-        sizes: list[int] = []
-        for number, length in zip(step.numbers, lengths, strict=True):
-            for place, start in enumerate(range(0, length, self.seq_length)):
-                units.append((number, place))
-                sizes.append(min(self.seq_length, length - start))
+        units, sizes = pieces_of(self.samples, step, self.seq_length)
         shared = dispatch(sizes, self.lanes, self.cost, lambda unit: f"sample {units[unit][0]}")
-        pipelines = tuple(
-            tuple(tuple(units[each] for each in batch) for batch in pipeline) for pipeline in shared.pipelines
-        )
-        return Share(pipelines, shared.report)
+        return Share(units_of(shared.pipelines, units), shared.report)
+
+
+def pieces_of(samples: Samples, step: StepSamples, seq_length: int) -> tuple[list[Unit], list[int]]:
+    """The pieces of a step's samples, none longer than seq_length, and their lengths."""
+    units: list[Unit] = []
+    sizes: list[int] = []
+    lengths = samples.lengths(step.first, step.count).tolist()
+    for number, length in zip(step.numbers, lengths, strict=True):
+        for place, start in enumerate(range(0, length, seq_length)):
+            units.append((number, place))
+            sizes.append(min(seq_length, length - start))
+    return units, sizes
+
+
+Numbers = tuple[tuple[tuple[int, ...], ...], ...]
+"""Per pipeline and micro-batch, numbers of units."""
+
+
+def units_of(pipelines: Numbers, units: Sequence[Unit]) -> tuple[tuple[tuple[Unit, ...], ...], ...]:
+    """The units in the place of their numbers."""
+    return tuple(tuple(tuple(units[each] for each in batch) for batch in own) for own in pipelines)
 
 
 def prepare(packing: Packing, share: Share, pipeline: int, multiple: int) -> list[PackedTokens]:

@@ -6,7 +6,6 @@ A Program needs no process. Everything it holds can be printed, compared and tes
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import lcm
 
 from hetero_megatron.annotation import Annotation, AnnotationPlan
 from hetero_megatron.cluster import Cluster
@@ -131,10 +130,7 @@ class Program:
 
         Without `part`, what a whole micro-batch is padded to: several parts pad their own tokens each.
         """
-        stages = self.strategy.pipelines[pipeline].stages
-        if not self.strategy.sequence_parallel or (part is None and stages[0].context_parallel_size > 1):
-            return 1
-        return lcm(*(stage.tensor_parallel_sizes[part or 0] for stage in stages))
+        return self.strategy.token_multiple(pipeline, part)
 
     def actions(self, rank: int, micro_batches: int) -> tuple[Step, ...]:
         """The steps of `rank` in a step with this many micro-batches in its pipeline.

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from hetero_megatron.annotation import AnnotationPlan
-from hetero_megatron.cluster import KINDS, Cluster, Device
+from hetero_megatron.cluster import KINDS, Cluster, Device, ranges_text
 from hetero_megatron.data.dispatch import deal
 from hetero_megatron.data.documents import Source
 from hetero_megatron.data.sources import Shown, no_bar, open_sources
@@ -28,6 +28,7 @@ from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.hf_weights import HfWeights
 from hetero_megatron.pipeline.schedule import Tasks
 from hetero_megatron.pipeline.schedule_file import read_csv
+from hetero_megatron.planner.chooser import NamedStrategy
 from hetero_megatron.recipe_data import check_tokens, corpus_settings, refuse_no_folder
 from hetero_megatron.recipe_model import ModelSection, make_config
 from hetero_megatron.recipe_plan import plan_recipe
@@ -73,7 +74,9 @@ def _known_kinds(value: object) -> object:
 
 
 def _auto(value: object) -> object:
-    """`strategy: auto` as the section that says so."""
+    """`strategy: auto`, and a list of strategies, as the section that says so."""
+    if isinstance(value, list):
+        return {"several": value}
     if isinstance(value, str):
         if value != "auto":
             raise RecipeError(f'"{value}" is no strategy; write auto, or a mapping with pipelines')
@@ -92,7 +95,10 @@ class Recipe(Section):
         None
     )
     strategy: Annotated[
-        StrategySection, BeforeValidator(_auto, json_schema_input_type=Literal["auto"] | StrategySection)
+        StrategySection,
+        BeforeValidator(
+            _auto, json_schema_input_type=Literal["auto"] | StrategySection | list[StrategySection]
+        ),
     ]
     data: Annotated[DataSection, _expanded("data")] = DataSection()
     training: TrainingSection
@@ -147,8 +153,10 @@ class Recipe(Section):
                 "cluster: {cpu: {nodes: 1, devices_per_node: 4}}"
             )
         if self.cluster is None:
-            strategy = self.make_strategy()
-            return Cluster.local_cpu(max((*strategy.ranks, *strategy.idle_ranks), default=0) + 1)
+            named = [each.strategy for each in self.make_strategies()]
+            return Cluster.local_cpu(
+                max((rank for each in named for rank in (*each.ranks, *each.idle_ranks)), default=0) + 1
+            )
         devices: list[Device] = []
         node = 0
         for kind, section in self.cluster.items():
@@ -160,13 +168,28 @@ class Recipe(Section):
         return Cluster(tuple(devices), tuple(KINDS[kind] for kind in self.cluster))
 
     def make_strategy(self) -> Strategy:
-        """The strategy as the planner, the graph and the runtime know it; under `auto`, planned once.
+        """The strategy as the planner, the graph and the runtime know it; under `auto`, planned once; of several, the first.
 
         Raises:
             RecipeError: the plan file does not do, or there is no cluster to plan for.
             PlannerError: nothing fits.
         """
-        section = self.strategy
+        return self._strategy(self.strategy.several[0] if self.strategy.several else self.strategy)
+
+    def make_strategies(self) -> tuple[NamedStrategy, ...]:
+        """All strategies of a run that switches between several by the documents of each step; the one, named `only`.
+
+        Raises:
+            RecipeError: a plan file does not do.
+        """
+        if self.strategy.several is None:
+            return (NamedStrategy("only", self.make_strategy()),)
+        return tuple(
+            NamedStrategy(section.name or "", self._strategy(section), section.max_length)
+            for section in self.strategy.several
+        )
+
+    def _strategy(self, section: StrategySection) -> Strategy:
         if section.auto:
             if self._chosen is None:
                 self._chosen = plan_recipe(self).strategy
@@ -289,12 +312,48 @@ class Recipe(Section):
         with _in_section("strategy"):
             strategy = self.make_strategy()
             strategy.check(config.facts, cluster.ranks)
+            self._check_several(config, cluster)
         sections = {"data": self.data} | (
             {"evaluation.data": self.evaluation.data} if self.evaluation else {}
         )
         in_rows = [name for name, section in sections.items() if section.packing == "rows"]
         if in_rows:
             self._check_rows(strategy, in_rows[0])
+
+    def _check_several(self, config: LlamaConfig, cluster: Cluster) -> None:
+        """Strategies that a run switches between have the same ranks, for optimizer states stay where they are."""
+        if self.strategy.several is None:
+            return
+        if self.data.packing != "documents":
+            raise RecipeError(
+                "several strategies are chosen by the lengths of a step's documents, and data.packing rows has none; use "
+                "packing: documents, or one strategy"
+            )
+        named = self.make_strategies()
+        for each in named:
+            try:
+                each.strategy.check(config.facts, cluster.ranks)
+            except HeteroError as error:
+                raise RecipeError(f"strategy {each.name!r}: {error}") from error
+            for what in ("ranks", "zero"):
+                first, own = getattr(named[0].strategy, what), getattr(each.strategy, what)
+                if first != own:
+                    told = [ranges_text(value) if what == "ranks" else value for value in (first, own)]
+                    raise RecipeError(
+                        f"strategies {named[0].name!r} and {each.name!r} have {what} {told[0]} and {told[1]}; optimizer "
+                        f"states stay where they are when the strategy changes, so all need the same {what}"
+                    )
+        longest = max(
+            min(each.max_length or tokens, tokens)
+            for each in named
+            for pipeline in each.strategy.pipelines
+            for tokens in [pipeline.tokens(self.training.seq_length)]
+        )
+        if longest < self.training.seq_length:
+            raise RecipeError(
+                f"no strategy takes a document of training.seq_length {self.training.seq_length} tokens: they hold up to "
+                f"{longest}; raise max_length and max_tokens of one, or lower seq_length"
+            )
 
     def _check_rows(self, strategy: Strategy, section: str) -> None:
         """A step's rows, which `section` makes, must find a place, whole."""
@@ -335,7 +394,8 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     except ValidationError as error:
         homes = _homes()
         sentences = describe_all([dict(one) for one in error.errors()], homes)[:MOST_ERRORS]
-        raise RecipeError("\n".join(f"{path}: {sentence}" for sentence in sentences)) from error
+        text = "\n".join(f"{path}: {sentence}" for sentence in sentences)
+        raise RecipeError(text.replace("strategy.several[", "strategy[")) from error
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error
     return recipe

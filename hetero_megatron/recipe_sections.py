@@ -132,6 +132,10 @@ class StrategySection(Section):
 
     `auto` leaves everything to the planner (`hetero-megatron plan` shows what it chooses, and why).
 
+    `several` are named strategies that a run switches between, by the documents of each step (a list in the place of the
+    section is short for it); each has a `name`, and may have a `max_length`: the longest document, filled up, of the
+    steps that it takes.
+
     `vp` is Megatron's virtual_pipeline_model_parallel_size: how many chunks of layers each stage holds.
     `schedule` is a name, or the path of a CSV file as `explain --schedule-csv` writes it.
     `recompute` and `offload` are then those of all stages; with `pipelines`, each stage has its own.
@@ -139,6 +143,9 @@ class StrategySection(Section):
     """
 
     auto: bool = False
+    several: Annotated[tuple["StrategySection", ...], Field(strict=False, min_length=1)] | None = None
+    name: Annotated[str, Field(min_length=1)] | None = None
+    max_length: Count | None = None
     plan: str | None = None
     pipelines: Annotated[tuple[PipelineSection, ...], Field(strict=False, min_length=1)] | None = None
     dp: Count | None = None
@@ -159,6 +166,9 @@ class StrategySection(Section):
 
     @model_validator(mode="after")
     def _one_form(self) -> "StrategySection":
+        if self.several is not None:
+            self._check_several(self.several)
+            return self
         if self.auto:
             others = sorted(self.model_fields_set - {"auto"})
             if others:
@@ -188,6 +198,21 @@ class StrategySection(Section):
         if self.plan is not None and self.pipelines is None:
             raise RecipeError("plan says who does what; give pipelines with the micro_batches of each, too")
         return self
+
+    def _check_several(self, several: tuple["StrategySection", ...]) -> None:
+        others = sorted(self.model_fields_set - {"several"})
+        if others:
+            raise RecipeError(f"{others[0]} belongs into the strategies of the list; write it there")
+        names = [each.name for each in several]
+        for number, each in enumerate(several):
+            if each.name is None:
+                raise RecipeError(
+                    f"strategy {number} of the list has no name; give it one, such as name: long"
+                )
+            if names.count(each.name) > 1:
+                raise RecipeError(
+                    f"two strategies of the list have the name {each.name!r}; give each its own"
+                )
 
 
 class SourceSection(Section):

@@ -150,6 +150,7 @@ def prepare(recipe: Recipe) -> Run:
     notices: list[str] = []
     say = notices.append
     with recipe.named():
+        refuse_several(recipe)
         config = recipe.make_config()
         model = Llama(config)
         program = build_program(recipe, model)
@@ -191,6 +192,20 @@ def _settings_at(recipe: Recipe, data: DataPath) -> SettingsAt:
         return recipe.training.optimizer_settings(iters)
 
     return settings_at
+
+
+def refuse_several(recipe: Recipe) -> None:
+    """Training takes one strategy.
+
+    Raises:
+        StrategyError: the recipe has a list of strategies.
+    """
+    if recipe.strategy.several is not None:
+        names = ", ".join(each.name or "" for each in recipe.strategy.several)
+        raise StrategyError(
+            f"strategy: pretrain does not switch between strategies yet ({names}); `plan --lengths` and `explain` work "
+            "with them, and one strategy in their place trains"
+        )
 
 
 def build_program(recipe: Recipe, model: Llama) -> Program:

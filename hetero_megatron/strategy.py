@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import gcd
+from math import gcd, lcm
 
 from hetero_megatron.pipeline.schedule import Tasks
 from hetero_megatron.strategy_check import check
@@ -179,6 +179,16 @@ class Strategy:
     def rows_per_step(self) -> int:
         """The most packed rows that one step can take."""
         return sum(p.micro_batches * p.micro_batch_size for p in self.pipelines)
+
+    def token_multiple(self, pipeline: int, part: int | None = None) -> int:
+        """What a part's tokens of a micro-batch must divide by: sequence parallelism cuts them over every stage's TP.
+
+        Without `part`, what a whole micro-batch is padded to: several parts pad their own tokens each.
+        """
+        stages = self.pipelines[pipeline].stages
+        if not self.sequence_parallel or (part is None and stages[0].context_parallel_size > 1):
+            return 1
+        return lcm(*(stage.tensor_parallel_sizes[part or 0] for stage in stages))
 
     def check(self, facts: ModelFacts, cluster_ranks: Iterable[int]) -> None:
         """Refuse a strategy that does not fit the model or the cluster.

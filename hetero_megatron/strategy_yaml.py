@@ -1,10 +1,12 @@
 """A strategy as the `strategy` section of a recipe: what `plan -o` writes and a recipe reads back (DESIGN 5)."""
 
+from collections.abc import Mapping, Sequence
 from io import StringIO
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
+from hetero_megatron.planner.chooser import NamedStrategy
 from hetero_megatron.strategy import Pipeline, Stage, Strategy
 
 
@@ -25,7 +27,33 @@ def strategy_section(strategy: Strategy) -> dict[str, object]:
 
 def strategy_yaml(strategy: Strategy, comment: str = "") -> str:
     """`strategy:` and its section as YAML, a stage per line, as the shipped recipes write it."""
-    section = CommentedMap(strategy_section(strategy))
+    return _written({"strategy": _readable(strategy_section(strategy), strategy)}, comment)
+
+
+def strategies_yaml(named: Sequence[NamedStrategy], comment: str = "") -> str:
+    """`strategy:` as a list of named strategies, which a run switches between."""
+    entries = CommentedSeq(
+        _readable(section, each.strategy)
+        for each, section in zip(named, strategies_section(named), strict=True)
+    )
+    return _written({"strategy": entries}, comment)
+
+
+def strategies_section(named: Sequence[NamedStrategy]) -> list[dict[str, object]]:
+    """The list as plain values."""
+    return [
+        {
+            "name": each.name,
+            **({} if each.max_length is None else {"max_length": each.max_length}),
+            **strategy_section(each.strategy),
+        }
+        for each in named
+    ]
+
+
+def _readable(values: Mapping[str, object], strategy: Strategy) -> CommentedMap:
+    """A section with a stage per line."""
+    section = CommentedMap(values)
     pipelines = CommentedSeq()
     for pipeline in strategy.pipelines:
         entry = CommentedMap(_pipeline(pipeline))
@@ -37,10 +65,14 @@ def strategy_yaml(strategy: Strategy, comment: str = "") -> str:
         entry["stages"] = stages
         pipelines.append(entry)
     section["pipelines"] = pipelines
+    return section
+
+
+def _written(values: object, comment: str) -> str:
     text = StringIO()
     writer = YAML()
     writer.width = 200
-    writer.dump({"strategy": section}, text)
+    writer.dump(values, text)
     return "".join(f"# {line}\n" for line in comment.splitlines()) + text.getvalue()
 
 
@@ -60,6 +92,7 @@ def _pipeline(pipeline: Pipeline) -> dict[str, object]:
     return {
         "micro_batches": pipeline.micro_batches,
         "micro_batch_size": pipeline.micro_batch_size,
+        **({} if pipeline.max_tokens is None else {"max_tokens": pipeline.max_tokens}),
         "stages": [_stage(stage) for stage in pipeline.stages],
     }
 

@@ -91,11 +91,14 @@ class Costs(StageCosts):
         measured = self.profiles.update_seconds(kind, self.precision, elements)
         return self.work.update_seconds(self._kinds[kind], elements) if measured is None else measured
 
-    def memory(self, strategy: Strategy) -> dict[int, int]:
-        """Bytes per rank, never less than `memory.estimate` counts, and what the profile says is taken beside."""
+    def memory(self, strategy: Strategy, replicas: int | None = None) -> dict[int, int]:
+        """Bytes per rank, never less than `memory.estimate` counts, and what the profile says is taken beside.
+
+        `replicas`: over how many ZeRO-1 cuts, where these are not all pipelines of the strategy.
+        """
         return {
             rank: parts.peak + self._reserved(rank)
-            for rank, parts in self._footprint.per_rank(strategy).items()
+            for rank, parts in self._footprint.per_rank(strategy, replicas).items()
         }
 
     def memory_parts(self, strategy: Strategy) -> dict[int, tuple[int, tuple[int, ...]]]:

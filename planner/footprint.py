@@ -89,10 +89,10 @@ class Footprint:
         self._elements: dict[tuple[int, int, int, bool, bool, bool], tuple[int, int]] = {}
         self._ranks: dict[tuple[object, ...], Parts] = {}
 
-    def per_rank(self, strategy: Strategy) -> dict[int, Parts]:
-        """Bytes on the device of every working rank."""
+    def per_rank(self, strategy: Strategy, replicas: int | None = None) -> dict[int, Parts]:
+        """Bytes on the device of every working rank; `replicas` if these are not all pipelines of the strategy."""
         found: dict[int, Parts] = {}
-        replicas = sum(len(p.stages[0].parts) for p in strategy.pipelines)
+        replicas = replicas or sum(len(p.stages[0].parts) for p in strategy.pipelines)
         whole = all(
             size == 1 for p in strategy.pipelines for s in p.stages for size in s.tensor_parallel_sizes
         )

@@ -48,6 +48,7 @@ FLOORS: tuple[
             "watch",
             "starting",
             "run",
+            "length_strategies",
             "journal",
             "loop",
             "train",

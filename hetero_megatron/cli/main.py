@@ -197,6 +197,17 @@ def plan(
     minlp: Annotated[
         bool, typer.Option("--minlp", help="Let SCIP propose pipelines and stages too, for up to 8 devices.")
     ] = False,
+    lengths: Annotated[
+        str,
+        typer.Option(
+            "--lengths",
+            metavar="FILE",
+            help="A set of strategies for documents of these lengths: an .npz or .npy file, numbers as text, or `data`.",
+        ),
+    ] = "",
+    most: Annotated[
+        int, typer.Option("--most", min=1, help="With --lengths: at most so many strategies.")
+    ] = 4,
     as_json: AsJson = False,
 ) -> None:
     """Choose a strategy for a recipe's model, cluster and batch, and say how good it is; a given one is compared."""
@@ -204,6 +215,11 @@ def plan(
 
     lost = tuple(sorted(_lost_ranks(after_loss, "--after-loss")))
     checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
+    if lengths:
+        from hetero_megatron.cli import plan_lengths
+
+        plan_lengths.run(checked, plan_lengths.Options(lengths, output, as_json, png, profile, most))
+        return
     from hetero_megatron.cli import plan as command
 
     options = command.Options(output, explain, as_json, png, profile, lost, zero, pipelines, solver, minlp)

@@ -1,0 +1,151 @@
+"""A recipe's list of strategies: read, checked, written and chosen from (case O-43; paper Tables 15, 16)."""
+
+from pathlib import Path
+
+import pytest
+
+from hetero_megatron.data.document_samples import DocumentSamples
+from hetero_megatron.data.steps import StepSamples
+from hetero_megatron.errors import RecipeError, StrategyError
+from hetero_megatron.graph.trace import trace
+from hetero_megatron.length_strategies import make_chooser, places_of, strategy_packing
+from hetero_megatron.models.llama import Llama
+from hetero_megatron.program import Program
+from hetero_megatron.recipe import Recipe, load_recipe
+from hetero_megatron.run import prepare
+from hetero_megatron.strategy_yaml import strategies_yaml
+from tests.data.memory import MemoryDocuments
+
+HEAD = "model: {preset: llama_tiny, num_layers: 4}\n"
+LIST = """strategy:
+- name: long
+  pipelines:
+  - {micro_batches: 2, stages: [{ranks: 0-3, layers: 0-3}]}
+- name: short
+  max_length: 512
+  dp: 2
+  tp: 2
+  micro_batches: 2
+"""
+TAIL = """data: {packing: documents}
+training: {train_iters: 5, global_batch_size: 4, seq_length: 2048, lr: 1e-3}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return load(tmp_path, LIST)
+
+
+def load(folder: Path, strategies: str, *overrides: str) -> Recipe:
+    file = folder / "mixed.yaml"
+    file.write_text(HEAD + strategies + TAIL + f"output: {folder / 'run'}\n")
+    return load_recipe(file, overrides)
+
+
+def test_a_list_of_strategies_is_read_and_chosen_from_by_length(recipe: Recipe) -> None:
+    named = recipe.make_strategies()
+    assert [(each.name, each.max_length, len(each.strategy.pipelines)) for each in named] == [
+        ("long", None, 1),
+        ("short", 512, 2),
+    ]
+    assert recipe.make_strategy() == named[0].strategy
+    assert len(recipe.make_cluster().ranks) == 4
+    chooser = make_chooser(recipe)
+    assert None not in chooser.choose([512, 511, 30]).seconds
+    # 513 filled up to a multiple of 2 is more than 512.
+    assert chooser.choose([513, 30]).seconds[1] is None
+
+
+def test_one_strategy_is_a_list_of_one(tmp_path: Path) -> None:
+    found = load(tmp_path, "strategy: {dp: 2, micro_batches: 1}\n").make_strategies()
+    assert [each.name for each in found] == ["only"]
+
+
+def test_a_list_is_written_as_it_is_read(recipe: Recipe, tmp_path: Path) -> None:
+    text = strategies_yaml(recipe.make_strategies(), "a comment")
+    assert text.startswith("# a comment\nstrategy:\n- name: long\n")
+    assert load(tmp_path, text).make_strategies() == recipe.make_strategies()
+
+
+def test_micro_batch_sizes_of_a_pipeline_are_written_too(tmp_path: Path) -> None:
+    text = LIST.replace("{micro_batches: 2,", "{micro_batches: 2, max_tokens: 2048,")
+    first = load(tmp_path, text)
+    again = load(tmp_path, strategies_yaml(first.make_strategies()))
+    assert again.make_strategies()[0].strategy.pipelines[0].max_tokens == 2048
+
+
+def test_a_loader_shares_by_the_chosen_strategy_and_knows_a_ranks_places(recipe: Recipe) -> None:
+    samples = DocumentSamples(MemoryDocuments((100, 300, 50, 1900, 20, 20)), 0, 2048)
+    packing = strategy_packing(recipe, samples)
+    share = packing.share(StepSamples(0, 0, 6))
+    assert share.strategy == 0
+    assert sorted(unit for own in share.pipelines for batch in own for unit in batch) == [
+        (n, 0) for n in range(6)
+    ]
+    model = Llama(recipe.make_config())
+    programs = [
+        Program.build(trace(model), each.strategy, model.config.facts, recipe.make_cluster())
+        for each in recipe.make_strategies()
+    ]
+    assert [places_of(programs, rank) for rank in (0, 3)] == [((0, 4), (0, 2)), ((0, 4), (1, 2))]
+
+
+def test_training_takes_one_strategy(recipe: Recipe) -> None:
+    with pytest.raises(
+        RecipeError, match=r"pretrain does not switch between strategies yet \(long, short\); `plan"
+    ):
+        prepare(recipe)
+    assert issubclass(StrategyError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("name: short", "name: long", "two strategies of the list have the name 'long'; give each its own"),
+        (
+            "- name: short\n  max",
+            "- max",
+            "strategy 1 of the list has no name; give it one, such as name: long",
+        ),
+        (
+            "dp: 2",
+            "auto: true",
+            "auto leaves everything to the planner; drop max_length, micro_batches, name, tp",
+        ),
+        ("dp: 2", "dp: 1\n  idle_ranks: 2-3", "have ranks 0-3 and 0-1; optimizer states stay where they are"),
+        (
+            "dp: 2",
+            "dp: 2\n  zero: 1",
+            "strategies 'long' and 'short' have zero 0 and 1; optimizer states stay",
+        ),
+        ("layers: 0-3", "layers: 0-2", "strategy: .*layer"),
+        ("tp: 2", "tp: 2\n  pp: 5", "strategy.pp: 5 stages for 4 layers"),
+        ("dp: 2", "dp: 1", "strategy 'short': rank 2 is in no pipeline"),
+        (
+            "name: long",
+            "name: long\n  max_length: 1024",
+            "of training.seq_length 2048 tokens: they hold up to 1024",
+        ),
+        (
+            "max_length: 512",
+            "max_lenght: 512",
+            r"strategy\[1\]\.max_lenght: unknown key; did you mean max_length\?",
+        ),
+        (
+            "packing: documents",
+            "packing: rows",
+            "several strategies are chosen by the lengths of a step's documents",
+        ),
+    ],
+)
+def test_a_list_that_does_not_do_is_refused(tmp_path: Path, old: str, new: str, text: str) -> None:
+    file = tmp_path / "mixed.yaml"
+    file.write_text((HEAD + LIST + TAIL).replace(old, new, 1))
+    with pytest.raises(RecipeError, match=text):
+        load_recipe(file)
+
+
+def test_what_stands_beside_a_list_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="zero belongs into the strategies of the list; write it there"):
+        load(tmp_path, "strategy: {several: [{name: a, micro_batches: 1}], zero: 1}\n")
