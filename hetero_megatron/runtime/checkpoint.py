@@ -116,7 +116,7 @@ class Saver:
             except OSError as error:
                 found[1] = str(could_not_write(self._folder, error))
         if len(self._world.ranks) > 1:
-            dist.broadcast_object_list(found, src=0, group=self._world.control)
+            dist.broadcast_object_list(found, group=self._world.control, group_src=0)
         if found[1]:
             raise CheckpointError(found[1])
         return set(found[0])
@@ -181,7 +181,7 @@ class Saver:
 
     def _write(self, pending: _Pending, tensors: Tensors) -> None:
         self._snapshot.wait()
-        number = self._world.index(self._world.rank)
+        number = self._world.ranks.index(self._world.rank)
         pending.written = write_parts(pending.path, number, self._parts, tensors, pending.cancelled)
 
     def votes(self) -> tuple[float, float]:
@@ -223,7 +223,8 @@ class Saver:
         world = self._world
         if len(world.ranks) > 1:
             everyone = [None] * len(world.ranks)
-            dist.gather_object(pending.written, everyone if self._leads else None, dst=0, group=world.control)
+            receivers = everyone if self._leads else None
+            dist.gather_object(pending.written, receivers, group=world.control, group_dst=0)
         if self._leads:
             pending.everyone = everyone
             self._run(pending, lambda: self._write_contents(pending))

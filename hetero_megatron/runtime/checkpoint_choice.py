@@ -145,7 +145,7 @@ def _compare(world: World, path: Path | None) -> tuple[str, str]:
     digest, fault = None, ""
     if path is not None:
         try:
-            share = (world.index(world.rank), len(world.ranks))
+            share = (world.ranks.index(world.rank), len(world.ranks))
             digest = verify(path, checksums=True, share=share).digest
         except CheckpointError as error:
             fault = str(error)

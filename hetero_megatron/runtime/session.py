@@ -88,30 +88,44 @@ class Session:
         program: Program,
         world: World,
         modules: Mapping[str, nn.Module],
-        initial: Callable[[ParameterSlot], Tensor],
+        initial: Callable[[ParameterSlot], Tensor] | None,
         settings: OptimizerSettings,
         dtype: torch.dtype = torch.float32,
         kernels: Kernels | None = None,
         bucket_elements: int = BUCKET_ELEMENTS,
+        groups: Groups | None = None,
     ) -> None:
         """Collective over all ranks: create groups, cut parameters, bind Reshards.
 
         `modules` are the model's leaves by node name; `initial` gives the initial value of a local shard; `kernels`
         are the run's choice by operator (`attention`, `rms_norm`, `cross_entropy`, `adam`), torch's where left out.
         Gradients and parameters travel in buckets of about `bucket_elements` elements of the full tensors.
+
+        Without `initial` the session has no memory until a switch fills it. With `groups`, made by all processes
+        before, nothing is created here, and only the strategy's ranks make the session.
         """
         kernels = kernels or {}
-        self.program, self.world, self.settings, self.dtype = program, world, settings, dtype
-        self.groups = Groups(world, program.groups, program.control_groups)
+        self.groups = groups or Groups.of(world, [program])
+        self.world = world = self.groups.within(program.strategy.ranks)
+        self.program, self.settings, self.dtype = program, settings, dtype
         self.clock = Clock()
         self.stage = BoundStage(
-            program, world, self.groups, modules, dtype, self.clock, kernels, bucket_elements
+            program,
+            world,
+            self.groups,
+            modules,
+            dtype,
+            self.clock,
+            kernels,
+            bucket_elements,
+            held=initial is not None,
         )
         self.state: State = self.stage.state
         self.sync = GradientSync(self.state, world, self.groups, self.stage.uses)
         self.gather = ParameterGather(self.state, world, self.groups, self.stage.first_users)
-        self.state.initialise(initial)
-        self.gather.start()
+        if initial is not None:
+            self.state.initialise(initial)
+            self.gather.start()
         self.iteration = 0
         self.skipped_iterations = 0
         self.gradient_hook: GradientHook | None = None
@@ -132,8 +146,9 @@ class Session:
             GraphError: a micro-batch's tokens do not divide as the strategy cuts them (A.2).
             ScheduleError: the schedule is one of a file, for other counts of micro-batches.
             RuntimeFailure: ranks of a pipeline disagree on the micro-batches, a gradient is not finite and
-                `skip_nonfinite` is off, or a peer is gone.
+                `skip_nonfinite` is off, a peer is gone, or the run has switched to another session.
         """
+        self._check_held()
         began = time.perf_counter()
         self.clock.reset()
         whole, batches = batches, self.stage.own_tokens(batches)
@@ -156,8 +171,10 @@ class Session:
 
         Raises:
             GraphError: a micro-batch's tokens do not divide as the strategy cuts them (A.2).
-            RuntimeFailure: ranks of a pipeline disagree on the micro-batches, or a peer is gone.
+            RuntimeFailure: ranks of a pipeline disagree on the micro-batches, a peer is gone, or the run has
+                switched to another session.
         """
+        self._check_held()
         whole, batches = batches, self.stage.own_tokens(batches)
         self.stage.check_sizes(batches)
         actions = self.program.forward_actions(self.world.rank, len(batches))
@@ -168,6 +185,13 @@ class Session:
         numbers = torch.cat([self._valid_tokens(batches), loss_sum.reshape(1)])
         count, loss = self._all_sum(numbers)
         return Evaluation(loss / count if count else 0.0, int(count))
+
+    def _check_held(self) -> None:
+        if not self.state.is_held:
+            raise RuntimeFailure(
+                f"rank {self.world.rank}: this session has no memory, its state is with the session that the run has "
+                "switched to"
+            )
 
     def _run_schedule(self, actions: Sequence[Step], batches: Sequence[MicroBatch]) -> Tensor:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -242,7 +266,7 @@ class Session:
     def _all_sum(self, values: Tensor) -> list[float]:
         if len(self.world.ranks) > 1:
             at = time.perf_counter()
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.world.group)
             self.clock.add("communication", at)
         numbers: list[float] = values.tolist()
         return numbers
@@ -268,6 +292,7 @@ class Session:
     def shards(self) -> dict[str, dict[str, Tensor]]:
         """Local shards by parameter name: `parameter` in its layout; FP32 `master`, `gradient`, `exp_avg`, `exp_avg_sq`
         in the layout of its states."""
+        self._check_held()
         self.gather.finish()
         state = self.state
         found = {
@@ -275,5 +300,5 @@ class Session:
         }
         flats = {"master": state.master, "gradient": state.gradient} | state.moments
         for slot in state.slots:
-            found[slot.name] |= {kind: view(flat, slot).clone() for kind, flat in flats.items()}
+            found.setdefault(slot.name, {}).update({kind: view(flat, slot).clone() for kind, flat in flats.items()})
         return found

@@ -147,8 +147,14 @@ class State:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], dtype: torch.dtype, device: torch.device, offload: bool = False
+        self,
+        buckets: Sequence[Bucket],
+        dtype: torch.dtype,
+        device: torch.device,
+        offload: bool = False,
+        held: bool = True,
     ) -> None:
+        """Buffers of zeros; without `held` they have no memory until `hold`."""
         self.buckets = tuple(buckets)
         self.slots = tuple(slot for bucket in buckets for slot in bucket.states)
         self.parameter_slots = tuple(slot for bucket in buckets for slot in bucket.parameters)
@@ -163,9 +169,12 @@ class State:
 
         def zeros(slots: Slots, dtype: torch.dtype, states: bool) -> Tensor:
             total = sum(slot.elements for slot in slots)
-            if states:
-                return torch.zeros(total, dtype=dtype, device=self.device, pin_memory=pinned)
-            return torch.zeros(total, dtype=dtype, device=device)
+            place = self.device if states else device
+            flat = torch.empty(total, dtype=dtype, device=place, pin_memory=states and pinned)
+            if held:
+                return flat.zero_()
+            flat.untyped_storage().resize_(0)
+            return flat
 
         # 1 where this rank counts a slot in global norms, 0 where another one does.
         self.counted = torch.tensor(
@@ -181,6 +190,29 @@ class State:
             zeros(self.parameter_slots, torch.float32, False) if self.is_apart else self.gradient
         )
         self.parameters = {slot.name: self._parameter(slot) for slot in self.parameter_slots}
+
+    @property
+    def flats(self) -> dict[str, Tensor]:
+        """All buffers by name; two names may share one buffer."""
+        found = {"master": self.master, "gradient": self.gradient} | self.moments
+        return found | {"compute": self.compute, "accumulated": self.accumulated}
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all buffers have memory."""
+        return all(flat.untyped_storage().nbytes() >= flat.nbytes for flat in self.flats.values())
+
+    def hold(self, *names: str) -> None:
+        """Give these buffers memory, which holds anything; parameters and views of them are the same as before."""
+        for name in names:
+            flat = self.flats[name]
+            if flat.untyped_storage().nbytes() < flat.nbytes:
+                flat.untyped_storage().resize_(flat.nbytes)
+
+    def release(self, *names: str) -> None:
+        """Give the memory of these buffers back; what they held is lost."""
+        for name in names:
+            self.flats[name].untyped_storage().resize_(0)
 
     def _parameter(self, slot: ParameterSlot) -> nn.Parameter:
         """A leaf whose gradient lands in the FP32 buffer, micro-batch after micro-batch."""

@@ -6,24 +6,32 @@ Strategies number ranks as the cluster does; torch.distributed numbers processes
 import datetime
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from hetero_megatron.errors import RuntimeFailure
+from hetero_megatron.program import Program
 from hetero_megatron.runtime.launch import Rendezvous
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank among `ranks` (ascending), its device, and a gloo group for small host-side messages."""
+    """This process's rank among `ranks` (ascending), its device, and a gloo group for small host-side messages.
+
+    Attributes:
+        group: for collectives of these ranks on their device; torch's default group when None.
+        processes: the ranks of all processes, where `ranks` are some of them; empty where they are all.
+    """
 
     rank: int
     ranks: tuple[int, ...]
     device: torch.device
     control: dist.ProcessGroup
     timeout: datetime.timedelta
+    group: dist.ProcessGroup | None = None
+    processes: tuple[int, ...] = ()
 
     @staticmethod
     def join(
@@ -62,7 +70,7 @@ class World:
 
     def index(self, rank: int) -> int:
         """The torch.distributed index of `rank`."""
-        return self.ranks.index(rank)
+        return (self.processes or self.ranks).index(rank)
 
     def leave(self) -> None:
         """Close all connections."""
@@ -85,9 +93,31 @@ class Groups:
             self._control = self._groups
         else:
             for ranks in sorted({tuple(sorted(ranks)) for ranks in control if len(ranks) > 1}):
-                group = self._new(ranks, "gloo")
+                group = world.control if ranks == world.ranks else self._new(ranks, "gloo")
                 if isinstance(group, dist.ProcessGroup):
                     self._control[ranks] = group
+
+    @staticmethod
+    def of(world: World, programs: Sequence[Program]) -> "Groups":
+        """Everything that these programs need, a group of all ranks of each among it; collective over all processes."""
+        everyone = {tuple(sorted(program.strategy.ranks)) for program in programs}
+        needed = {group for program in programs for group in program.groups}
+        control = {group for program in programs for group in program.control_groups}
+        return Groups(world, needed | everyone, control | everyone)
+
+    def within(self, ranks: Sequence[int]) -> World:
+        """The world of these ranks, which have a group: what a strategy that leaves some of the processes out works in."""
+        world, ranks = self.world, tuple(sorted(ranks))
+        if ranks == world.ranks:
+            return world
+        alone = len(ranks) == 1
+        return replace(
+            world,
+            ranks=ranks,
+            control=world.control if alone else self.control(ranks),
+            group=None if alone else self[ranks],
+            processes=world.ranks,
+        )
 
     def add(self, needed: Iterable[Sequence[int]]) -> None:
         """Create the missing groups; collective over all processes, which pass the same set."""
