@@ -21,6 +21,8 @@ FLOORS: tuple[
             "layout",
             "program",
             "switch_plan",
+            "switch_rounds",
+            "length_range",
             "recompute",
             "activations",
             "memory",

@@ -62,7 +62,6 @@ class BoundStage:
         clock: Clock,
         kernels: Kernels,
         bucket_elements: int = BUCKET_ELEMENTS,
-        held: bool = True,
     ) -> None:
         self.world, self.clock, self.dtype = world, clock, dtype
         self._kernels = kernels
@@ -71,7 +70,7 @@ class BoundStage:
         executable = program.executable(world.rank)
         self.constraints = executable.constraints
         self._layout = self._context_layout()
-        self.state = self._cut_parameters(executable, modules, bucket_elements, held)
+        self.state = self._cut_parameters(executable, modules, bucket_elements)
         edges = self._bind_layers(executable, modules)
         self._offload = Offload(world.device)
         self._runs = [self._run(chunk, modules, edges) for chunk in executable.chunks]
@@ -105,11 +104,7 @@ class BoundStage:
         return self._parameters[chunk]
 
     def _cut_parameters(
-        self,
-        executable: ExecutableGraph,
-        modules: Mapping[str, nn.Module],
-        bucket_elements: int,
-        held: bool,
+        self, executable: ExecutableGraph, modules: Mapping[str, nn.Module], bucket_elements: int
     ) -> State:
         program = self._program
         graph, states = program.annotated.graph, program.annotated.states
@@ -125,7 +120,8 @@ class BoundStage:
             for post in executable.post
         ]
         buckets = lay_out(self.world.rank, local, bucket_elements)
-        state = State(buckets, self.dtype, self.world.device, program.strategy.offload_optimizer, held)
+        offload = program.strategy.offload_optimizer
+        state = State(buckets, self.dtype, self.world.device, offload, held=False)
         state.attach(modules)
         return state
 

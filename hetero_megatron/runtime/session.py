@@ -101,7 +101,7 @@ class Session:
         are the run's choice by operator (`attention`, `rms_norm`, `cross_entropy`, `adam`), torch's where left out.
         Gradients and parameters travel in buckets of about `bucket_elements` elements of the full tensors.
 
-        Without `initial` the session has no memory until a switch fills it. With `groups`, made by all processes
+        Without `initial` the session has no memory until `start` or a switch fills it. With `groups`, made by all processes
         before, nothing is created here, and only the strategy's ranks make the session.
         """
         kernels = kernels or {}
@@ -118,18 +118,24 @@ class Session:
             self.clock,
             kernels,
             bucket_elements,
-            held=initial is not None,
         )
         self.state: State = self.stage.state
         self.sync = GradientSync(self.state, world, self.groups, self.stage.uses)
         self.gather = ParameterGather(self.state, world, self.groups, self.stage.first_users)
-        if initial is not None:
-            self.state.initialise(initial)
-            self.gather.start()
         self.iteration = 0
         self.skipped_iterations = 0
         self.gradient_hook: GradientHook | None = None
         self._adam: AdamKernel = kernels.get("adam", fused_adamw)
+        if initial is None:
+            self.state.release(*self.state.flats)
+        else:
+            self.start(initial)
+
+    def start(self, initial: Callable[[ParameterSlot], Tensor]) -> None:
+        """Collective over the strategy's ranks: fill a session that has no memory with the values of a new run."""
+        self.state.hold()
+        self.state.initialise(initial)
+        self.gather.start()
 
     def step(
         self, batches: Sequence[MicroBatch], skip_nonfinite: bool = True, votes: Sequence[float] = ()
@@ -300,5 +306,7 @@ class Session:
         }
         flats = {"master": state.master, "gradient": state.gradient} | state.moments
         for slot in state.slots:
-            found.setdefault(slot.name, {}).update({kind: view(flat, slot).clone() for kind, flat in flats.items()})
+            found.setdefault(slot.name, {}).update(
+                {kind: view(flat, slot).clone() for kind, flat in flats.items()}
+            )
         return found

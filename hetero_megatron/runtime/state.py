@@ -154,7 +154,7 @@ class State:
         offload: bool = False,
         held: bool = True,
     ) -> None:
-        """Buffers of zeros; without `held` they have no memory until `hold`."""
+        """Buffers of zeros; without `held` of anything, untouched: to be released once all views are made."""
         self.buckets = tuple(buckets)
         self.slots = tuple(slot for bucket in buckets for slot in bucket.states)
         self.parameter_slots = tuple(slot for bucket in buckets for slot in bucket.parameters)
@@ -167,29 +167,27 @@ class State:
         # Pinned memory is what a GPU copies from and to while it computes.
         pinned = offload and device.type == "cuda"
 
-        def zeros(slots: Slots, dtype: torch.dtype, states: bool) -> Tensor:
+        def empty(slots: Slots, dtype: torch.dtype, states: bool) -> Tensor:
             total = sum(slot.elements for slot in slots)
             place = self.device if states else device
-            flat = torch.empty(total, dtype=dtype, device=place, pin_memory=states and pinned)
-            if held:
-                return flat.zero_()
-            flat.untyped_storage().resize_(0)
-            return flat
+            return torch.empty(total, dtype=dtype, device=place, pin_memory=states and pinned)
 
         # 1 where this rank counts a slot in global norms, 0 where another one does.
         self.counted = torch.tensor(
             [float(slot.counted) for slot in self.slots], dtype=torch.float64, device=self.device
         )
-        self.master = zeros(self.slots, torch.float32, True)
-        self.gradient = zeros(self.slots, torch.float32, True)
-        self.moments = {name: zeros(self.slots, torch.float32, True) for name in ("exp_avg", "exp_avg_sq")}
+        self.master = empty(self.slots, torch.float32, True)
+        self.gradient = empty(self.slots, torch.float32, True)
+        self.moments = {name: empty(self.slots, torch.float32, True) for name in ("exp_avg", "exp_avg_sq")}
         self.step = 0
         shared = dtype is torch.float32 and not self.is_apart
-        self.compute = self.master if shared else zeros(self.parameter_slots, dtype, False)
+        self.compute = self.master if shared else empty(self.parameter_slots, dtype, False)
         self.accumulated = (
-            zeros(self.parameter_slots, torch.float32, False) if self.is_apart else self.gradient
+            empty(self.parameter_slots, torch.float32, False) if self.is_apart else self.gradient
         )
         self.parameters = {slot.name: self._parameter(slot) for slot in self.parameter_slots}
+        if held:
+            self.hold()
 
     @property
     def flats(self) -> dict[str, Tensor]:
@@ -202,15 +200,21 @@ class State:
         """Whether all buffers have memory."""
         return all(flat.untyped_storage().nbytes() >= flat.nbytes for flat in self.flats.values())
 
-    def hold(self, *names: str) -> None:
-        """Give these buffers memory, which holds anything; parameters and views of them are the same as before."""
+    def take(self, *names: str) -> None:
+        """Give these buffers memory, which holds anything; parameters and other views of them see it."""
         for name in names:
             flat = self.flats[name]
             if flat.untyped_storage().nbytes() < flat.nbytes:
                 flat.untyped_storage().resize_(flat.nbytes)
 
+    def hold(self) -> None:
+        """Give all buffers memory, with zeros."""
+        for name, flat in self.flats.items():
+            self.take(name)
+            flat.detach().zero_()
+
     def release(self, *names: str) -> None:
-        """Give the memory of these buffers back; what they held is lost."""
+        """Give the memory of these buffers back; what they held is lost, and to look at it ends the process."""
         for name in names:
             self.flats[name].untyped_storage().resize_(0)
 

@@ -58,6 +58,25 @@ def draw(seed: int) -> Case:
     return Case(seed, _with_biases(config, seed), strategy, lengths, settings, bucket_elements)
 
 
+def draw_two(seed: int, most_ranks: int = 5) -> tuple[Case, Case]:
+    """Two strategies for one model on ranks below `most_ranks`, and the same documents for both."""
+    rng = random.Random(f"switch {seed}")
+    config = _with_biases(_config(rng), seed)
+    settings = replace(_settings(rng), lr=1e-3)
+    buckets = _bucket_elements(rng)
+    while True:
+        first, second = (_strategy(rng, config) for _ in range(2))
+        fewest = max(sum(p.micro_batches for p in plan.pipelines) for plan in (first, second))
+        most = min(plan.rows_per_step for plan in (first, second))
+        if first != second and max(first.ranks + second.ranks) < most_ranks and fewest <= most:
+            break
+    lengths = tuple(
+        tuple(rng.randint(8, LONGEST) for _ in range(rng.randint(fewest, most))) for _ in range(2 * STEPS)
+    )
+    one, two = (Case(seed, config, plan, lengths, settings, buckets) for plan in (first, second))
+    return one, two
+
+
 def features(case: Case) -> frozenset[str]:
     """What a case has of all that a strategy or a model can have."""
     plan, config = case.strategy, case.config
