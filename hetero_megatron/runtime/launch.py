@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
+
 from hetero_megatron.errors import HeteroError
 from hetero_megatron.runtime.stopping import StopRequest
 
@@ -26,6 +28,7 @@ _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 3.0
 # How gloo words the end of a peer.
 _LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "Connection refused")
+_PEERS = ("gloo/", "Gloo ", "NCCL", *_LOST, "Timed out waiting", "timed out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,13 @@ def is_lost_connection(error: BaseException) -> bool:
     """Whether an operation with other ranks failed because one of them has ended."""
     text = str(error)
     return isinstance(error, RuntimeError) and "gloo/transport" in text and any(end in text for end in _LOST)
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether an operation failed because of its other end, its connection, or a wait for it that took too long."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _PEERS)
 
 
 def told(error: BaseException, rank: int) -> str:

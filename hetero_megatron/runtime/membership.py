@@ -144,13 +144,25 @@ class Member:
                 return False
             time.sleep(_POLL_SECONDS)
 
+    def view_of(self, generation: int) -> View:
+        """An earlier view."""
+        return View.from_json(self.store.get(f"view/{generation}"))
+
+    def end(self, ranks: Sequence[int]) -> bool:
+        """This rank has done its work: wait until all `ranks` have (True), or until one is lost before it could."""
+        prefix = f"ended/{self.view.generation}"
+        self.store.set(f"{prefix}/{self.rank}", "")
+        keys = [f"{prefix}/{rank}" for rank in ranks]
+        while not self.store.check(keys):
+            if self.is_halted():
+                return False
+            time.sleep(_POLL_SECONDS)
+        self.store.set("trained", "")
+        return True
+
     def is_awaited(self) -> bool:
         """Whether somebody wants to join."""
         return bool(self.store.check([f"joining/{self.view.generation}"]))
-
-    def trained(self) -> None:
-        """The run has ended as it should."""
-        self.store.set("trained", "")
 
     def refuse(self, why: str) -> None:
         """This rank ends the run for all."""
