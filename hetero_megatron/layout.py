@@ -54,11 +54,14 @@ def annotate(
     parameters: Iterable[str],
     reshards: Iterable[str],
     inputs: Iterable[str],
+    states: Mapping[str, Annotation] | None = None,
 ) -> AnnotationPlan:
     """The annotation plan of `strategy`: one entry for every leaf and every Reshard of the model.
 
     A tied parameter lives on the stages of all modules that use it: in every pipeline first and last stage.
     `parameters`, `reshards` and `inputs` are node names, such as `layers.3.wq.weight`, `layers.3.mlp_in`, `tokens`.
+    `states` says by parameter where optimizer states live, whatever the strategy would choose: strategies that
+    take turns in one run may share them, so that a switch moves no state.
     """
     entries: dict[str, Annotation] = {}
     known: dict[tuple[object, ...], Annotation] = {}
@@ -80,7 +83,10 @@ def annotate(
     for name in parameters:
         modules = _users(name, facts)
         entry(name, modules, _shared_role(name, modules), DUPLICATE)
-        if strategy.zero:
+        if states is not None:
+            if states[name] != entries[name]:
+                entries[name + STATE] = states[name]
+        elif strategy.zero:
             entries[name + STATE] = optimizer_layout(entries[name], 1 if name.endswith(".bias") else 2)
     for name in reshards:
         entry(name, (name,), _role(name, RESHARD_ROLES, "Reshard"), 0)

@@ -3,7 +3,7 @@
 A Program needs no process. Everything it holds can be printed, compared and tested; the runtime only carries it out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import lcm
@@ -35,14 +35,28 @@ class Program:
     schedule: Schedule
 
     @staticmethod
-    def build(graph: Graph, strategy: Strategy, facts: ModelFacts, cluster: Cluster) -> "Program":
+    def build(
+        graph: Graph,
+        strategy: Strategy,
+        facts: ModelFacts,
+        cluster: Cluster,
+        states: Mapping[str, Annotation] | None = None,
+    ) -> "Program":
         """Check the strategy, annotate, deduce, resolve, and construct and check the pipelines.
+
+        `states`: where optimizer states live, by parameter, such as `annotated.states` of another program of the run.
 
         Raises:
             HeteroError: of the room that found the fault, before any process exists.
         """
         strategy.check(facts, cluster.ranks)
-        plan = annotate(strategy, facts, graph.parameters, graph.reshards, graph.inputs)
+        holders = {rank for annotation in (states or {}).values() for rank in annotation.ranks}
+        if unused := holders - set(strategy.ranks):
+            raise StrategyError(
+                f"rank {min(unused)} holds optimizer states, but works in no pipeline of this strategy; strategies "
+                "that share states use the same ranks"
+            )
+        plan = annotate(strategy, facts, graph.parameters, graph.reshards, graph.inputs, states)
         annotated = deduce(graph, plan)
         reshards = reshard_plans(annotated, cluster)
         expected = tuple(tuple(stage.ranks for stage in p.stages) for p in strategy.pipelines)

@@ -2,15 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import BsrScheme
-from hetero_megatron.comm.boxes import numel
+from hetero_megatron.comm.relay import Route, hops, sizes, straight
 from hetero_megatron.comm.sender import Amount
-
-Route = tuple[int, ...]
-"""The ranks that a transfer passes: sender, forwarding ranks if any, receiver."""
 
 Pair = tuple[int, int]
 Wave = dict[Pair, tuple[int, ...]]
@@ -21,8 +16,8 @@ Wave = dict[Pair, tuple[int, ...]]
 class Round:
     """Some consecutive tensors of a plan: what is copied, and in which waves of messages the rest travels.
 
-    Every message arrives in its wave; a receiver's own slices arrive in the last one, so that a pair has one message
-    there and forwarded slices share it.
+    Without detours there is one wave, and in it one message per pair. Slices on a detour share the messages of the
+    pairs that carry them.
 
     Attributes:
         tensors: numbers of the first tensor and of the one after the last.
@@ -34,26 +29,6 @@ class Round:
     waves: tuple[Wave, ...]
 
 
-def straight(scheme: BsrScheme) -> tuple[Route, ...]:
-    """Every transfer from its sender to its receiver."""
-    return tuple((each.src, each.dst) for each in scheme.transfers)
-
-
-def bytes_by_link(
-    scheme: BsrScheme, cluster: Cluster, routes: Sequence[Route] | None = None
-) -> dict[int, dict[str, Amount]]:
-    """Bytes sent by rank and link name, what is passed on included; ranks that send nothing are absent."""
-    sent: dict[int, dict[str, Amount]] = {}
-    for transfer, route in zip(scheme.transfers, routes or straight(scheme), strict=True):
-        tensor = scheme.tensors[transfer.tensor]
-        size = numel(transfer.region, tensor.shape) * tensor.itemsize
-        for sender, receiver in pairwise(route):
-            by_link = sent.setdefault(sender, {})
-            link = cluster.link(sender, receiver).name
-            by_link[link] = by_link.get(link, 0) + size
-    return sent
-
-
 def plan_rounds(
     scheme: BsrScheme, limit_bytes: int, routes: Sequence[Route] | None = None
 ) -> tuple[Round, ...]:
@@ -63,6 +38,7 @@ def plan_rounds(
     """
     tensors = scheme.tensors
     routes = routes or straight(scheme)
+    amounts = sizes(scheme)
     by_tensor: list[list[int]] = [[] for _ in tensors]
     for number, transfer in enumerate(scheme.transfers):
         by_tensor[transfer.tensor].append(number)
@@ -70,10 +46,9 @@ def plan_rounds(
     for place, numbers in enumerate(by_tensor):
         own: dict[int, Amount] = {}
         for number in numbers:
-            size = numel(scheme.transfers[number].region, tensors[place].shape) * tensors[place].itemsize
-            for sender, receiver in pairwise(routes[number]):
-                own[sender] = own.get(sender, 0) + size
-                own[receiver] = own.get(receiver, 0) + size
+            for _, sender, receiver in hops(routes[number]):
+                own[sender] = own.get(sender, 0) + amounts[number]
+                own[receiver] = own.get(receiver, 0) + amounts[number]
         if place > edges[-1] and any(load.get(rank, 0) + size > limit_bytes for rank, size in own.items()):
             edges.append(place)
             load = {}
@@ -94,10 +69,8 @@ def plan_rounds(
 
 
 def _waves(numbers: Sequence[int], routes: Sequence[Route]) -> tuple[Wave, ...]:
-    hops = max((len(routes[number]) - 1 for number in numbers), default=0)
-    waves: list[dict[Pair, list[int]]] = [{} for _ in range(hops)]
+    waves: dict[int, dict[Pair, list[int]]] = {}
     for number in numbers:
-        route = routes[number]
-        for place, pair in enumerate(pairwise(route), hops - len(route) + 1):
-            waves[place].setdefault(pair, []).append(number)
-    return tuple({pair: tuple(parts) for pair, parts in wave.items()} for wave in waves)
+        for wave, *pair in hops(routes[number]):
+            waves.setdefault(wave, {}).setdefault((pair[0], pair[1]), []).append(number)
+    return tuple({pair: tuple(parts) for pair, parts in waves[wave].items()} for wave in sorted(waves))

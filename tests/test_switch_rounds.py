@@ -3,8 +3,9 @@
 from hetero_megatron.annotation import Annotation
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import BsrScheme
+from hetero_megatron.comm.relay import bytes_by_link, straight
 from hetero_megatron.switch_plan import plan_switch
-from hetero_megatron.switch_rounds import bytes_by_link, plan_rounds, straight
+from hetero_megatron.switch_rounds import plan_rounds
 
 WHOLE, HALVES = Annotation.on((0,)), Annotation.on((1, 2), {0: 2})
 CLUSTER = Cluster.of_nodes({"h20": 2}, per_node=2)
@@ -41,10 +42,10 @@ def test_copies_stay_in_the_round_of_their_tensor_and_nothing_to_send_needs_no_w
     assert (only.copies, only.waves) == ((0, 1, 2), ())
 
 
-def test_a_transfer_on_a_detour_arrives_in_the_last_wave_and_counts_on_every_link() -> None:
+def test_a_transfer_on_a_detour_travels_in_two_waves_and_counts_on_every_link() -> None:
     moved = scheme()
     routes = [
-        (0, 1, 2) if each.dst == 2 else route
+        (0, 1, 2, 2) if each.dst == 2 else route
         for each, route in zip(moved.transfers, straight(moved), strict=True)
     ]
     (only,) = plan_rounds(moved, 1 << 20, routes)

@@ -49,6 +49,23 @@ class _Port:
     ready: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What the programs of a run have in common that share optimizer states.
+
+    Attributes:
+        programs: all of them; buckets are cut so that they are buckets in each, and lie in one order.
+        state: the State that was made first and has the buffers.
+    """
+
+    programs: tuple[Program, ...] = ()
+    state: State | None = None
+
+    def kin(self, name: str) -> tuple[int, ...]:
+        """Equal for parameters that have the same plans in every program."""
+        return tuple(id(plans[name]) for each in self.programs for plans in (each.posts, each.pres))
+
+
 class BoundStage:
     """Executes the actions of this rank's stage."""
 
@@ -62,6 +79,7 @@ class BoundStage:
         clock: Clock,
         kernels: Kernels,
         bucket_elements: int = BUCKET_ELEMENTS,
+        sharing: Sharing | None = None,
     ) -> None:
         self.world, self.clock, self.dtype = world, clock, dtype
         self._kernels = kernels
@@ -70,7 +88,7 @@ class BoundStage:
         executable = program.executable(world.rank)
         self.constraints = executable.constraints
         self._layout = self._context_layout()
-        self.state = self._cut_parameters(executable, modules, bucket_elements)
+        self.state = self._cut_parameters(executable, modules, bucket_elements, sharing or Sharing())
         edges = self._bind_layers(executable, modules)
         self._offload = Offload(world.device)
         self._runs = [self._run(chunk, modules, edges) for chunk in executable.chunks]
@@ -104,7 +122,11 @@ class BoundStage:
         return self._parameters[chunk]
 
     def _cut_parameters(
-        self, executable: ExecutableGraph, modules: Mapping[str, nn.Module], bucket_elements: int
+        self,
+        executable: ExecutableGraph,
+        modules: Mapping[str, nn.Module],
+        bucket_elements: int,
+        sharing: Sharing,
     ) -> State:
         program = self._program
         graph, states = program.annotated.graph, program.annotated.states
@@ -116,12 +138,13 @@ class BoundStage:
                 states[post.name],
                 program.posts[post.name],
                 program.pres[post.name],
+                sharing.kin(post.name),
             )
             for post in executable.post
         ]
         buckets = lay_out(self.world.rank, local, bucket_elements)
         offload = program.strategy.offload_optimizer
-        state = State(buckets, self.dtype, self.world.device, offload, held=False)
+        state = State(buckets, self.dtype, self.world.device, offload, held=False, shared=sharing.state)
         state.attach(modules)
         return state
 

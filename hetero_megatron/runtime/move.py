@@ -14,11 +14,12 @@ from torch import Tensor
 
 from hetero_megatron.comm import BsrCopy, BsrTensor, BsrTransfer
 from hetero_megatron.comm.boxes import numel
+from hetero_megatron.comm.relay import Route, bytes_by_link
 from hetero_megatron.runtime.slices import Slices, local_slices
 from hetero_megatron.runtime.state import ParameterSlot, State, view
 from hetero_megatron.runtime.world import World
 from hetero_megatron.switch_plan import SwitchPlan
-from hetero_megatron.switch_rounds import Round, Route, Wave, bytes_by_link, plan_rounds
+from hetero_megatron.switch_rounds import Round, Wave, plan_rounds
 
 # Messages that a rank holds at a time, sent and received together; as much as the FP32 states of 90 million parameters.
 MESSAGE_BYTES = 1 << 30

@@ -6,9 +6,11 @@ Reshards and then runs the schedule's actions, one step after the other.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from hetero_megatron.pipeline.action import Action, Step
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.agree import agree_on_micro_batches
 from hetero_megatron.runtime.batch import MicroBatch
-from hetero_megatron.runtime.bind import BoundStage
+from hetero_megatron.runtime.bind import BoundStage, Sharing
 from hetero_megatron.runtime.binding import Kernels
 from hetero_megatron.runtime.clock import KINDS, Clock
 from hetero_megatron.runtime.learning_rate import learning_rate
@@ -99,6 +101,7 @@ class Session:
         kernels: Kernels | None = None,
         bucket_elements: int = BUCKET_ELEMENTS,
         groups: Groups | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         """Collective over all ranks: create groups, cut parameters, bind Reshards.
 
@@ -107,7 +110,8 @@ class Session:
         Gradients and parameters travel in buckets of about `bucket_elements` elements of the full tensors.
 
         Without `initial` the session has no memory until `start` or a switch fills it. With `groups`, made by all processes
-        before, nothing is created here, and only the strategy's ranks make the session.
+        before, nothing is created here, and only the strategy's ranks make the session. With `sharing`, sessions of
+        several programs have their optimizer states in common.
         """
         kernels = kernels or {}
         self.groups = groups or Groups.of(world, [program])
@@ -123,6 +127,7 @@ class Session:
             self.clock,
             kernels,
             bucket_elements,
+            sharing,
         )
         self.state: State = self.stage.state
         self.sync = GradientSync(self.state, world, self.groups, self.stage.uses)
@@ -341,6 +346,15 @@ class Session:
         if math.isfinite(loss):
             return "the gradient norm is beyond FP32, though every gradient element is finite"
         return "the loss is not finite"
+
+    @cached_property
+    def gather_bytes(self) -> dict[int, int]:
+        """What every rank sends to make the parameters from the states; ranks that send nothing are absent."""
+        shapes = self.program.annotated.graph
+        found: Counter[int] = Counter()
+        for name, plan in self.program.pres.items():
+            found.update(plan.bytes_sent(shapes.parameter_shape(name), self.dtype.itemsize))
+        return {rank: sent for rank, sent in found.items() if sent}
 
     def shards(self) -> dict[str, dict[str, Tensor]]:
         """Local shards by parameter name: `parameter` in its layout; FP32 `master`, `gradient`, `exp_avg`, `exp_avg_sq`

@@ -7,7 +7,7 @@ communication form a bucket: a run of the flat buffers, so that a bucket travels
 `full_shape` is the global one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hetero_megatron.annotation import Annotation
 from hetero_megatron.annotation.region import Bounds
 from hetero_megatron.comm.steps import CommPlan
+from hetero_megatron.errors import RuntimeFailure
 
 Shape = tuple[int, ...]
 # Megatron's default: large enough for full bandwidth, small enough to travel while the backward pass goes on.
@@ -30,6 +31,7 @@ class Placement:
     Attributes:
         post: from the gradient as it is produced to the layout of the states.
         pre: from the layout of the states to the parameter's own.
+        kin: parameters of different `kin` do not share a bucket.
     """
 
     name: str
@@ -38,6 +40,13 @@ class Placement:
     states: Annotation
     post: CommPlan
     pre: CommPlan
+    kin: Hashable = None
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for parameters that may travel together."""
+        # Plans are resolved once per distinct pair of annotations, so the same plan is the same object.
+        return id(self.post), id(self.pre), self.kin
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,7 @@ class ParameterSlot:
 
     Attributes:
         counted: whether this rank counts the shard in global norms; every element is counted on one rank.
+        is_elsewhere: the layout gives this rank no part of the parameter.
     """
 
     name: str
@@ -54,6 +64,7 @@ class ParameterSlot:
     bounds: Bounds
     offset: int
     counted: bool
+    is_elsewhere: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -71,7 +82,10 @@ Slots = tuple[ParameterSlot, ...]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters that travel together: their slots in both layouts, the same tuple where these are equal."""
+    """Parameters that travel together: their slots in both layouts, the same tuple where these are equal.
+
+    A slot is empty in a layout that gives this rank no part.
+    """
 
     post: CommPlan
     pre: CommPlan
@@ -92,10 +106,9 @@ def lay_out(
     Ranks that communicate make the same buckets: their parameters with one plan are the same ones, in one order.
     """
     cuts: list[list[Placement]] = []
-    latest: dict[tuple[int, int], list[Placement]] = {}
+    latest: dict[Hashable, list[Placement]] = {}
     for placement in placements:
-        # Plans are resolved once per distinct pair of annotations, so the same plan is the same object.
-        key = (id(placement.post), id(placement.pre))
+        key = placement.key
         if key not in latest or sum(prod(p.full_shape) for p in latest[key]) >= bucket_elements:
             cuts.append([])
             latest[key] = cuts[-1]
@@ -115,9 +128,12 @@ def _slots(
     slots = []
     for placement, annotation in zip(placements, annotations, strict=True):
         shape = placement.full_shape
-        bounds = annotation.region(rank).bounds(shape)
+        here = annotation.subgroup_of(rank) is not None
+        bounds = annotation.region(rank).bounds(shape) if here else ((0, 0),) * len(shape)
         slots.append(
-            ParameterSlot(placement.name, shape, annotation, bounds, offset, is_counted(annotation, rank))
+            ParameterSlot(
+                placement.name, shape, annotation, bounds, offset, is_counted(annotation, rank), not here
+            )
         )
         offset += slots[-1].elements
     return tuple(slots)
@@ -134,6 +150,11 @@ def is_counted(annotation: Annotation, rank: int) -> bool:
 def view(flat: Tensor, slot: ParameterSlot) -> Tensor:
     """The slot's part of a flat buffer, in its local shape."""
     return flat[slot.offset : slot.offset + slot.elements].view(slot.shape)
+
+
+def _present(slots: Iterable[ParameterSlot]) -> Slots:
+    """Those of which the rank that they are for has a part."""
+    return tuple(slot for slot in slots if not slot.is_elsewhere)
 
 
 class State:
@@ -153,15 +174,23 @@ class State:
         device: torch.device,
         offload: bool = False,
         held: bool = True,
+        shared: "State | None" = None,
     ) -> None:
-        """Buffers of zeros; without `held` of anything, untouched: to be released once all views are made."""
+        """Buffers of zeros; without `held` of anything, untouched: to be released once all views are made.
+
+        With `shared` master weights, moments and the gradients to update them with are those of another State.
+
+        Raises:
+            RuntimeFailure: the other State has another layout, or lies in other memory.
+        """
         self.buckets = tuple(buckets)
-        self.slots = tuple(slot for bucket in buckets for slot in bucket.states)
-        self.parameter_slots = tuple(slot for bucket in buckets for slot in bucket.parameters)
+        self.slots = _present(slot for bucket in buckets for slot in bucket.states)
+        self.parameter_slots = _present(slot for bucket in buckets for slot in bucket.parameters)
         # By annotation, not by bounds: a rank whose piece is the whole tensor must still gather with the others.
         self.is_apart = offload or any(
             own.annotation != other.annotation
-            for own, other in zip(self.slots, self.parameter_slots, strict=True)
+            for bucket in buckets
+            for own, other in zip(bucket.states, bucket.parameters, strict=True)
         )
         self.device = torch.device("cpu") if offload else device
         # Pinned memory is what a GPU copies from and to while it computes.
@@ -176,18 +205,40 @@ class State:
         self.counted = torch.tensor(
             [float(slot.counted) for slot in self.slots], dtype=torch.float64, device=self.device
         )
-        self.master = empty(self.slots, torch.float32, True)
-        self.gradient = empty(self.slots, torch.float32, True)
-        self.moments = {name: empty(self.slots, torch.float32, True) for name in ("exp_avg", "exp_avg_sq")}
+        if shared is None:
+            self.master = empty(self.slots, torch.float32, True)
+            self.gradient = empty(self.slots, torch.float32, True)
+            self.moments = {
+                name: empty(self.slots, torch.float32, True) for name in ("exp_avg", "exp_avg_sq")
+            }
+        else:
+            self._check_shared(shared)
+            # Views can be made of memory alone; nothing is written to it.
+            shared.take("master", "gradient", *shared.moments)
+            self.master, self.gradient, self.moments = shared.master, shared.gradient, shared.moments
         self.step = 0
-        shared = dtype is torch.float32 and not self.is_apart
-        self.compute = self.master if shared else empty(self.parameter_slots, dtype, False)
+        is_one = dtype is torch.float32 and not self.is_apart
+        self.compute = self.master if is_one else empty(self.parameter_slots, dtype, False)
         self.accumulated = (
             empty(self.parameter_slots, torch.float32, False) if self.is_apart else self.gradient
         )
         self.parameters = {slot.name: self._parameter(slot) for slot in self.parameter_slots}
         if held:
             self.hold()
+
+    def _check_shared(self, other: "State") -> None:
+        mine, theirs = ([(s.name, s.bounds, s.offset) for s in each.slots] for each in (self, other))
+        if mine != theirs or self.device != other.device:
+            what = f"{self.device} and {other.device}" if mine == theirs else "their layouts differ"
+            raise RuntimeFailure(
+                f"two programs cannot share optimizer states: {what}; give both the same states and offload_optimizer"
+            )
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The buffers of parameters that are not buffers of states."""
+        found = {"compute": self.master, "accumulated": self.gradient}
+        return tuple(name for name, other in found.items() if self.flats[name] is not other)
 
     @property
     def flats(self) -> dict[str, Tensor]:

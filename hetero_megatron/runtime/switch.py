@@ -67,6 +67,31 @@ def switch(
     return SwitchReport(total, slowest, _longest(world, seconds), moved.sent)
 
 
+def change_layout(world: World, before: Session, after: Session) -> SwitchReport:
+    """Go on with another program of the same optimizer states: no state moves, parameters are gathered anew.
+
+    Collective over all processes of `world`. What is moved are the parameters, in their dtype.
+    """
+    began = time.perf_counter()
+    before.gather.finish()
+    before.state.release(*before.state.own)
+    after.state.take(*after.state.own)
+    after.iteration, after.skipped_iterations = before.iteration, before.skipped_iterations
+    after.state.step = before.state.step
+    after.gradient_hook = before.gradient_hook
+    at = time.perf_counter()
+    after.gather.start()
+    now = time.perf_counter()
+    sent = after.gather_bytes
+    slowest = max(sent, key=lambda rank: sent[rank], default=None)
+    return SwitchReport(
+        sum(sent.values()),
+        None if slowest is None else (slowest, sent[slowest]),
+        _longest(world, {"gather": now - at, "total": now - began}),
+        {},
+    )
+
+
 def _counters(moves: Moves, world: World, before: Session | None) -> tuple[int, int, int]:
     """Iteration, skipped iterations and optimizer steps, from the first living rank that has them."""
     numbers = torch.zeros(3, dtype=torch.int64)

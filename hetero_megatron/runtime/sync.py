@@ -30,8 +30,10 @@ class _Route:
 
     def start(self, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
         """Exchange in `dtype` on `device`; when the returned function has run, the result is in the target."""
+        # A rank without a part of the target may have a source: it helps others, or stays as it is.
         if self.exchange is None:
-            self.target.copy_(self.source)
+            if self.target.numel():
+                self.target.copy_(self.source)
             return _nothing
         flat, sources = self.source, self.sources
         if (flat.dtype, flat.device.type) != (dtype, device.type):
@@ -42,7 +44,7 @@ class _Route:
 
         def finish() -> None:
             for made, target in zip(exchanged(), self.targets, strict=True):
-                if made is not target:
+                if made is not target and target.numel():
                     target.copy_(made)
 
         return finish

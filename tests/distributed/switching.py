@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hetero_megatron.cluster import Cluster
 from hetero_megatron.data.dispatch import deal
+from hetero_megatron.graph.trace import trace
 from hetero_megatron.layers.initial import initial_value, initial_values
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.llama import Llama
@@ -103,10 +105,14 @@ def run_pairs(
     dtype: torch.dtype = torch.float32,
     bucket_elements: int = BUCKET_ELEMENTS,
     message_bytes: int = MESSAGE_BYTES,
+    cluster: Cluster | None = None,
 ) -> tuple[dict[str, Program], list[dict[int, Course]]]:
     """For each pair: a run of its own that switches before step number `before`; by pair and rank."""
     model = Llama(config)
-    programs = {name: build(model, plan) for name, plan in plans.items()}
+    programs = {
+        name: Program.build(trace(model), plan, config.facts, cluster) if cluster else build(model, plan)
+        for name, plan in plans.items()
+    }
     ranks = sorted({rank for plan in plans.values() for rank in plan.ranks})
     initial = initial_of(config)
 
@@ -153,11 +159,7 @@ def whole(
     program: Program, shards: Mapping[int, Shards], kinds: Sequence[str] = KINDS
 ) -> dict[str, dict[str, Tensor]]:
     """Gathered tensors; copies on several ranks have to be bit-equal."""
-    kept = {
-        rank: {name: {kind: own[kind] for kind in kinds if kind in own} for name, own in shards[rank].items()}
-        for rank in program.strategy.ranks
-    }
-    return assemble(program, kept)
+    return assemble(program, {rank: shards[rank] for rank in program.strategy.ranks}, kinds)
 
 
 def outcome_of(program: Program, courses: Mapping[int, Course]) -> Outcome:

@@ -4,8 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 import torch
 
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.comm.relay import bytes_by_link, relay
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.checkpoint_parts import MASTER
 from hetero_megatron.runtime.optimizer import OptimizerSettings
@@ -57,7 +60,9 @@ def assert_moved(
     counters = {courses[rank].counters for rank in after.strategy.ranks}
     assert counters == {(BEFORE, 0, BEFORE)}, f"{first} -> {second}"
     plan = switch_between(before, after, moments=len(kinds) > 2)
-    planned = {rank: sum(by.values()) for rank, by in plan.bytes_sent().items()}
+    routes = relay(plan.scheme(), plan.cluster, courses)
+    by_link = bytes_by_link(plan.scheme(), plan.cluster, routes) if routes else plan.bytes_sent()
+    planned = {rank: sum(by.values()) for rank, by in by_link.items()}
     for rank, course in courses.items():
         assert sum(course.report.sent.values()) == planned.get(rank, 0), f"{first} -> {second}: rank {rank}"
         assert course.report.moved_bytes == sum(planned.values())
@@ -122,3 +127,24 @@ def test_sgd_moves_weights_alone() -> None:
     for courses in found:
         assert_moved(programs, courses, ("parameter", MASTER))
         assert_parity(outcome_of(programs[courses[0].pair[1]], courses), rest(wanted))
+
+
+@pytest.mark.parametrize("message_bytes", [1 << 30, 10_000])
+def test_slices_of_a_single_owner_travel_over_its_neighbour(message_bytes: int) -> None:
+    """Two nodes of two ranks: half of what rank 0 sends to rank 3 travels over ranks 1 and 2."""
+    plans = {
+        "here": strategy((1, 6, [stage("0", "0-3")]), idle_ranks=(1, 2, 3)),
+        "there": strategy((1, 6, [stage("3", "0-3")]), idle_ranks=(0, 1, 2)),
+        "everywhere": PLANS["HET4"],
+    }
+    cluster = Cluster.of_nodes({"h20": 2}, per_node=2)
+    programs, found = run_pairs(
+        plans, [("here", "there")], STEPS[:3], settings=SETTINGS, cluster=cluster, message_bytes=message_bytes
+    )
+    assert_pairs(programs, found, reference(STEPS[:3], settings=SETTINGS))
+    sent = {rank: course.report.sent for rank, course in found[0].items()}
+    assert {rank: set(peers) for rank, peers in sent.items()} == {0: {1, 3}, 1: {2}, 2: {3}, 3: set()}
+    everything = 12 * 43_296
+    across = [sum(sent[rank].get(peer, 0) for peer in (2, 3)) for rank in (0, 1)]
+    assert sum(across) == everything
+    assert max(across) < 0.6 * everything

@@ -236,14 +236,16 @@ def train(
 
 
 def assemble(
-    program: Program, shards: Mapping[int, Mapping[str, Mapping[str, Tensor]]]
+    program: Program,
+    shards: Mapping[int, Mapping[str, Mapping[str, Tensor]]],
+    kinds: Sequence[str] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Full tensors from the shards of all ranks; every copy must be bit-equal to the first."""
     full: dict[str, dict[str, Tensor]] = {}
     graph = program.annotated.graph
     for name in graph.parameters:
         shape = graph.parameter_shape(name)
-        for kind in next(iter(shards[program.plan[name].ranks[0]].values())):
+        for kind in kinds or next(iter(shards[program.plan[name].ranks[0]].values())):
             annotation = program.plan[name] if kind == "parameter" else program.annotated.states[name]
             tensor = torch.full(shape, float("nan"))
             seen = torch.zeros(shape, dtype=torch.bool)

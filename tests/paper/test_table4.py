@@ -9,7 +9,9 @@ import pytest
 from hetero_megatron.annotation import Annotation, DeviceGroup, DistributedStates
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Algorithm
+from hetero_megatron.comm.relay import bytes_by_link, relay, seconds
 from hetero_megatron.switch_plan import Parameter, SwitchPlan, plan_switch
+from hetero_megatron.switch_rounds import plan_rounds
 
 HIDDEN, FFN, VOCAB, LAYERS = 6656, 17920, 30592, 60
 COLUMN, ROW, NORM = 0, 1, -1
@@ -138,3 +140,39 @@ def test_all_algorithms_move_the_same_volume_and_one_message_per_pair(switch: Sw
     assert messages.keys() == {(transfer.src, transfer.dst) for transfer in transfers}
     assert sum(map(len, messages.values())) == len(transfers) > 10 * len(messages)
     assert not any(31 in pair for pair in messages)
+
+
+def test_all_cards_of_a_node_share_what_its_one_owner_has_to_send(switch: SwitchPlan) -> None:
+    """Rank 15 alone owns what rank 31 has lost; its node has eight cards, and so has the one that needs it."""
+    scheme, cluster = switch.scheme("fused"), switch.cluster
+    routes = relay(scheme, cluster, range(31))
+    assert routes is not None
+    sent = bytes_by_link(scheme, cluster, routes)
+    units = {rank: round(by.get("ib", 0) / 2**30 * 1000) for rank, by in sent.items()}
+    share = (11496 + 4 * 747) / 8
+    for rank in range(8, 16):
+        assert units[rank] == pytest.approx(share, rel=0.06)
+    assert sum(units[rank] for rank in range(8, 16)) == pytest.approx(14484, abs=8)
+    # Ranks 24 to 27 send as much as each other; seven cards of their node share it.
+    for rank in range(24, 31):
+        assert units[rank] == pytest.approx(4 * 748 / 7, rel=0.06)
+    assert sum(by.get("ib", 0) for by in sent.values()) == sum(
+        by.get("ib", 0) for by in scheme.bytes_sent(cluster).values()
+    )
+    before, after = seconds(scheme, cluster), seconds(scheme, cluster, routes)
+    print(before, after)
+    assert before == pytest.approx(11496 / 1000 * 2**30 / 50e9, rel=1e-3)
+    assert after < before / 3
+
+
+def test_detours_carry_every_slice_from_one_holder_to_the_next(switch: SwitchPlan) -> None:
+    scheme = switch.scheme("fused")
+    routes = relay(scheme, switch.cluster, range(31))
+    for limit in (1 << 40, 1 << 30):
+        held = {(number, each.src) for number, each in enumerate(scheme.transfers)}
+        for part in plan_rounds(scheme, limit, routes):
+            for wave in part.waves:
+                for (sender, _), numbers in wave.items():
+                    assert all((number, sender) in held for number in numbers)
+                held |= {(number, to) for (_, to), numbers in wave.items() for number in numbers}
+        assert all((number, each.dst) in held for number, each in enumerate(scheme.transfers))
