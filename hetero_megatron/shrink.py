@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hetero_megatron.cluster import ranges_text
 from hetero_megatron.errors import StrategyError
-from hetero_megatron.strategy import Layers, ModelFacts, Pipeline, Stage, Strategy
+from hetero_megatron.strategy import Layers, ModelFacts, Pipeline, Strategy
 
 PLAIN_SCHEDULES = ("gpipe", "1f1b")
 

@@ -18,8 +18,10 @@ from torch import nn
 
 from hetero_megatron.cluster import ranges_text
 from hetero_megatron.errors import ReshardError, RuntimeFailure
+from hetero_megatron.losses import guardians, stand_ins
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.binding import Kernels
+from hetero_megatron.runtime.copies import Copies
 from hetero_megatron.runtime.faults import Faults
 from hetero_megatron.runtime.launch import is_peer_failure
 from hetero_megatron.runtime.membership import Member, Progress, View
@@ -53,6 +55,25 @@ class Making:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout_s: float = 600.0
     local: bool = True
+    copies: bool = False
+
+    def kept(self, program: Program) -> dict[int, int]:
+        """Guardians by ward, where this run keeps copies."""
+        return guardians(program) if self.copies else {}
+
+    def guard(self, session: Session) -> None:
+        """Collective over the session's ranks: copies of what a rank alone holds."""
+        if kept := self.kept(session.program):
+            session.copies = Copies(
+                session.program,
+                session.world,
+                session.state,
+                kept,
+                self.settings,
+                session.adam,
+                self.bucket_elements,
+            )
+            session.copies.fill()
 
     def session(self, program: Program, world: World, groups: Groups) -> Session:
         """A session without memory."""
@@ -136,7 +157,10 @@ class ElasticSession:
                 self._adopt(view, time.time(), "")
             else:
                 groups = self._connect(program, view)
-                self._take(start(program, self.world, groups), 0)
+                session = start(program, self.world, groups)
+                if session is not None:
+                    making.guard(session)
+                self._take(session, 0)
         except RuntimeError as error:
             self._note_failure(error)
 
@@ -264,19 +288,26 @@ class ElasticSession:
         session: Session | None = None
         try:
             gone = frozenset(base.strategy.ranks) - (set(view.ranks) - set(view.joined))
-            plan = switch_between(base, program, lost=gone, moments=making.settings.name == "adam")
+            acting = stand_ins(base, gone, making.kept(base))
+            adam = making.settings.name == "adam"
+            plan = switch_between(base, program, lost=gone - set(acting), moments=adam)
             session = making.session(program, self.world, groups) if has_part else None
             clock.lap("specialize")
             if session is not None:
                 session.phase_hook = self._note
                 session.enter("switching", view.iteration)
-            self._move(Moves(plan, self.world, old and old.state, session and session.state), view, session)
+            before = None if old is None else old.state
+            after = None if session is None else session.state
+            shadows = old.copies.shadows if old is not None and old.copies is not None else {}
+            own = {ward: shadows[ward] for ward, guardian in acting.items() if guardian == self.member.rank}
+            self._move(Moves(plan, self.world, before, after, acting=acting, shadows=own), view, session)
         except ReshardError as error:
             if self._restart is None:
                 raise RuntimeFailure(f"{error}; this run has no checkpoint to go back to") from error
             lost_state = str(error)
             session = self._restart(program, self.world, groups)
         if session is not None:
+            making.guard(session)
             self._next = view.generation, session
         # Whoever gets past this knows that all have the new state.
         dist.barrier(group=self.world.control)

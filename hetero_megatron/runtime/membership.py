@@ -5,6 +5,7 @@ the first node, publishes the next view once every member has either said so or 
 step was the last that counts: the furthest that any survivor has seen agreed on by all.
 """
 
+import gc
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -90,7 +91,9 @@ class View:
 
 def connect(host: str, port: int, timeout_s: float = 60.0) -> dist.TCPStore:
     """A client of the store."""
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return dist.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
 
 
 class Member:
@@ -111,6 +114,8 @@ class Member:
 
     def enter(self) -> View:
         """Begin to show signs of life; the first view that has this rank."""
+        # What exists by now will not be looked at when connections are collected in a hurry.
+        gc.freeze()
         self._board.start_pulse(self._place)
         self.view = self._wait(int(self.store.get(f"enter/{self.rank}")))
         return self.view

@@ -24,6 +24,7 @@ from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.bind import BoundStage, Sharing
 from hetero_megatron.runtime.binding import Kernels
 from hetero_megatron.runtime.clock import KINDS, Clock
+from hetero_megatron.runtime.copies import Copies
 from hetero_megatron.runtime.learning_rate import learning_rate
 from hetero_megatron.runtime.optimizer import (
     AdamKernel,
@@ -139,7 +140,9 @@ class Session:
         self.phase_hook: PhaseHook | None = None
         # What the ranks have agreed on in the last step that this rank knows to count.
         self.agreed: Agreed | None = None
-        self._adam: AdamKernel = kernels.get("adam", fused_adamw)
+        # Copies of shards that are in danger, if this run keeps any.
+        self.copies: Copies | None = None
+        self.adam: AdamKernel = kernels.get("adam", fused_adamw)
         if initial is None:
             self.state.release(*self.state.flats)
         else:
@@ -253,6 +256,10 @@ class Session:
         at = time.perf_counter()
         numbers = torch.stack([count[0], loss_sum, squared_norm(self.state).to(count.device)])
         self.clock.add("compute", at)
+        if self.copies is not None:
+            at = time.perf_counter()
+            self.copies.exchange()
+            self.clock.add("communication", at)
         elapsed = time.perf_counter() - began
         own = numbers.new_tensor([elapsed, *(self.clock.seconds[kind] for kind in KINDS), *votes])
         self.enter("agreement")
@@ -262,7 +269,7 @@ class Session:
         result = self._update(agreed, began, skip_nonfinite, self._blame)
         if not result.skipped:
             at = time.perf_counter()
-            self.enter("parameter gather")
+            self.enter("parameter gather", self.iteration)
             self.gather.start()
             self.clock.add("communication", at)
         self.enter("between two steps")
@@ -280,6 +287,8 @@ class Session:
         """Forget everything that holds a connection; `complete` and to move the state elsewhere is what is left."""
         for name in ("stage", "sync", "gather", "groups", "world"):
             delattr(self, name)
+        if self.copies is not None:
+            self.copies.let_go()
 
     def _update(
         self, agreed: Sequence[float], began: float, skip_nonfinite: bool, blame: Callable[[float], str]
@@ -306,7 +315,9 @@ class Session:
             at = time.perf_counter()
             scale = divisor / clip_factor(norm, self.settings.clip_grad)
             self.enter("update", iteration)
-            update(self.state, self.settings, lr, scale, self._adam)
+            update(self.state, self.settings, lr, scale, self.adam)
+            if self.copies is not None:
+                self.copies.update(lr, scale)
             self.clock.add("compute", at)
         self.iteration = iteration
         step = time.perf_counter() - began

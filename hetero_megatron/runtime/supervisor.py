@@ -220,7 +220,9 @@ class Supervisor:
             for rank in coordinator.waiting_for():
                 if rank in self._pids and rank not in self._why:
                     waited = time.time() - coordinator.halted_at
-                    self._end(rank, self._pids[rank], f"rank {rank} has not noticed a failure for {waited:.0f} s")
+                    self._end(
+                        rank, self._pids[rank], f"rank {rank} has not noticed a failure for {waited:.0f} s"
+                    )
 
     def _return(self, coordinator: Coordinator, ranks: Sequence[int]) -> None:
         """Start lost ranks anew; they are taken in at a step boundary."""
@@ -252,4 +254,6 @@ class Supervisor:
                 if rank in coordinator.view.ranks and self._store.check([f"gone/{rank}"]):
                     coordinator.lost(rank, self._store.get(f"gone/{rank}").decode())
                 elif beat and silent > self._limits.heartbeat_s:
-                    coordinator.lost(rank, f"node {number} with rank {rank} has been silent for {silent:.1f} s")
+                    coordinator.lost(
+                        rank, f"node {number} with rank {rank} has been silent for {silent:.1f} s"
+                    )

@@ -80,9 +80,11 @@ def survive(
 
     def replan(base: Program, ranks: tuple[int, ...]) -> Program:
         del base
-        return Program.build(graph, after(plan, facts, ranks), facts, cluster.without(set(cluster.ranks) - set(ranks)))
+        return Program.build(
+            graph, after(plan, facts, ranks), facts, cluster.without(set(cluster.ranks) - set(ranks))
+        )
 
-    making = Making(lambda: dict(Llama(config).named_modules()), settings, timeout_s=20.0)
+    making = Making(lambda: dict(Llama(config).named_modules()), settings, timeout_s=20.0, copies=copies)
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
