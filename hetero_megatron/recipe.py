@@ -21,6 +21,7 @@ from hetero_megatron.models.hf_weights import HfWeights
 from hetero_megatron.pipeline.schedule import Tasks
 from hetero_megatron.pipeline.schedule_file import read_csv
 from hetero_megatron.recipe_data import check_tokens, corpus_settings, refuse_no_folder
+from hetero_megatron.recipe_elastic import ElasticSection, FaultSection
 from hetero_megatron.recipe_model import ModelSection, make_config
 from hetero_megatron.recipe_sections import (
     SCHEDULE_FILE,
@@ -64,7 +65,7 @@ def _known_kinds(value: object) -> object:
 
 
 class Recipe(Section):
-    """One run: model, cluster, strategy, data, training, kernels, evaluation, checkpoint, logging, output.
+    """One run: model, cluster, strategy, data, training, kernels, evaluation, checkpoint, logging, output, elastic.
 
     >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=100"])
     """
@@ -81,6 +82,7 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
+    elastic: ElasticSection = ElasticSection()
     _file: str = PrivateAttr("recipe")
 
     @classmethod
@@ -400,6 +402,8 @@ def _homes() -> dict[str, str]:
         "logging": LoggingSection,
         "data.sources[]": SourceSection,
         "output": OutputSection,
+        "elastic": ElasticSection,
+        "elastic.faults[]": FaultSection,
         "the top level": Recipe,
     }
     homes: dict[str, str] = {}

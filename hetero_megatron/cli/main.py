@@ -40,14 +40,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 
 @app.command()
-def pretrain(recipe: RecipeFile, overrides: Overrides = None, settings: Settings = None) -> None:
+def pretrain(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    settings: Settings = None,
+    elastic: Annotated[
+        bool,
+        typer.Option("--elastic", help="Go on with the others when ranks are lost (recipe section elastic)."),
+    ] = False,
+) -> None:
     """Train: start the local ranks (or join torchrun's) and write metrics into the run folder."""
     from hetero_megatron.recipe import load_recipe
 
     checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
     from hetero_megatron import train
 
-    raise typer.Exit(train.start(train.prepare(checked), os.environ))
+    raise typer.Exit(train.start(train.prepare(checked), os.environ, elastic))
 
 
 @app.command()
