@@ -76,23 +76,33 @@ def _fits(size: int, facts: ModelFacts) -> bool:
 def _inherited(chunks: Sequence[tuple[Layers, ...]], left: Sequence[bool]) -> list[Layers | None]:
     """The layers of each stage once those without ranks have given theirs away, half to each side."""
     ranges = [(own[0][0], own[-1][1]) if own else None for own in chunks]
-    for place, own in enumerate(ranges):
-        if left[place] or own is None:
+    for first, end in _runs(left):
+        given = _joined(ranges[first:end])
+        ranges[first:end] = [None] * (end - first)
+        if given is None:
             continue
-        before = next((p for p in range(place - 1, -1, -1) if left[p]), None)
-        after = next((p for p in range(place + 1, len(ranges)) if left[p]), None)
-        first, last = own
-        middle = last + 1 if after is None else first if before is None else (first + last + 1) // 2
-        if before is not None and middle > first:
-            ranges[before] = _joined(ranges[before], (first, middle - 1))
-        if after is not None and middle <= last:
-            ranges[after] = _joined((middle, last), ranges[after])
-        ranges[place] = None
+        low, high = given
+        middle = high + 1 if end == len(ranges) else low if first == 0 else (low + high + 1) // 2
+        if middle > low:
+            ranges[first - 1] = _joined([ranges[first - 1], (low, middle - 1)])
+        if middle <= high:
+            ranges[end] = _joined([(middle, high), ranges[end]])
     return ranges
 
 
-def _joined(first: Layers | None, second: Layers | None) -> Layers | None:
-    both = [own for own in (first, second) if own is not None]
+def _runs(left: Sequence[bool]) -> list[tuple[int, int]]:
+    """[first, end) of the stages in a row that have nobody."""
+    runs: list[tuple[int, int]] = []
+    for place, there in enumerate(left):
+        if not there and runs and runs[-1][1] == place:
+            runs[-1] = (runs[-1][0], place + 1)
+        elif not there:
+            runs.append((place, place + 1))
+    return runs
+
+
+def _joined(ranges: Sequence[Layers | None]) -> Layers | None:
+    both = [own for own in ranges if own is not None]
     return (both[0][0], both[-1][1]) if both else None
 
 

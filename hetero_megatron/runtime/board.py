@@ -27,7 +27,16 @@ PHASES = (
     "waiting for work",
     "leaving",
 )
-"""Where in its work a rank can be, in the words of the messages."""
+"""Where in its work a rank can be."""
+
+_WORDS = {
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "agreement": "in the agreement",
+    "committed": "behind the commit point",
+    "update": "in the update",
+}
+_WITHOUT_STEP = ("starting", "leaving", "waiting for work")
 
 _ENTRY = struct.Struct("ddiq")
 _SIZE = 64
@@ -45,9 +54,11 @@ class Note:
 
     def __str__(self) -> str:
         """`in the backward pass of iteration 4`, as far as it applies."""
-        if self.phase in ("starting", "leaving", "waiting for work"):
-            return self.phase
-        return f"in {self.phase} of iteration {self.iteration}"
+        if self.phase in _WITHOUT_STEP:
+            return f"while {self.phase}"
+        if self.phase == "between two steps":
+            return f"before iteration {self.iteration}"
+        return f"{_WORDS.get(self.phase, f'in {self.phase}')} of iteration {self.iteration}"
 
 
 class Board:

@@ -110,12 +110,19 @@ class Recovery:
 
     def __str__(self) -> str:
         """The line for the log."""
-        lost = "; ".join(self.view.lost[rank] for rank in sorted(self.view.lost)) or "a connection was lost"
+        lost = "; ".join(self.view.lost[rank] for rank in sorted(self.view.lost))
+        if not lost:
+            lost = (
+                f"rank {ranges_text(self.view.joined)} asked to join"
+                if self.view.joined
+                else "connections were lost"
+            )
         parts = ", ".join(f"{phase} {took:.3f}" for phase, took in self.seconds.items())
-        joined = f", of which {ranges_text(self.view.joined)} joined" if self.view.joined else ""
+        joined = f" ({ranges_text(self.view.joined)} new)" if self.view.joined else ""
+        noticed = f"; noticed by {self.noticed}" if self.noticed else ""
         back = f"; {self.lost_state}: back to the last checkpoint" if self.lost_state else ""
         return (
-            f"{lost}; noticed by {self.noticed}{back}; going on with ranks {ranges_text(self.view.ranks)}{joined} after "
+            f"{lost}{noticed}{back}; going on with ranks {ranges_text(self.view.ranks)}{joined} after "
             f"iteration {self.iteration}, in {sum(self.seconds.values()):.3f} s ({parts})"
         )
 
@@ -198,12 +205,16 @@ class ElasticSession:
         if not is_peer_failure(error) and not isinstance(error, _Joining):
             raise error
         self._noticed_at = time.time()
+        if isinstance(error, _Joining):
+            self._failed = _JOINING
+            return
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self._failed = f"rank {self.member.rank} ({text.rpartition('] ')[2][:120]})"
+        self._failed = f"rank {self.member.rank} ({text.rpartition(']:')[0].rpartition('[')[0].rpartition('] ')[2].strip() or text[:120]})"
 
     def _recover(self) -> None:
         while self._failed:
             noticed, at = self._failed, self._noticed_at
+            noticed = "" if noticed == _JOINING else noticed
             self._failed = ""
             progress = self._let_go(noticed, at)
             view = self.member.stop(progress)
@@ -264,7 +275,7 @@ class ElasticSession:
     def _note(self, phase: str, iteration: int) -> None:
         self.member.note(phase, iteration)
         if self._faults is not None:
-            self._faults.strike(self.member.rank, phase, iteration)
+            self._faults.strike(self.member.rank, phase, iteration, self._sockets)
 
     def _adopt(self, view: View, noticed_at: float, noticed: str) -> None:
         """Take up the work that a view gives this rank."""
@@ -350,6 +361,9 @@ class ElasticSession:
         """Close all connections at the end."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+_JOINING = "ranks asked to join"
 
 
 class _Joining(RuntimeError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hetero_megatron.errors import RuntimeFailure
 from hetero_megatron.runtime.board import PHASES
-from hetero_megatron.runtime.sockets import cut, open_sockets
+from hetero_megatron.runtime.sockets import Sockets, cut
 
 KINDS = ("kill", "stop", "delay", "drop")
 
@@ -44,16 +44,16 @@ class Faults:
     planned: Sequence[Fault]
     _seen: dict[Fault, int] = field(default_factory=dict)
 
-    def strike(self, rank: int, phase: str, iteration: int) -> None:
-        """`rank` has come to a phase."""
+    def strike(self, rank: int, phase: str, iteration: int, sockets: Sockets = frozenset()) -> None:
+        """`rank` has come to a phase; `sockets` are its connections to other ranks."""
         for fault in self.planned:
             if (fault.rank, fault.phase, fault.iteration) == (rank, phase, iteration):
                 self._seen[fault] = self._seen.get(fault, 0) + 1
                 if self._seen[fault] == fault.occurrence:
-                    _do(fault)
+                    _do(fault, sockets)
 
 
-def _do(fault: Fault) -> None:
+def _do(fault: Fault, sockets: Sockets) -> None:
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "stop":
@@ -61,4 +61,4 @@ def _do(fault: Fault) -> None:
     elif fault.kind == "delay":
         time.sleep(fault.seconds)
     else:
-        cut(open_sockets())
+        cut(sockets)

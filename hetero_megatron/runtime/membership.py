@@ -48,7 +48,7 @@ class View:
 
     Attributes:
         ranks: ascending, those that joined included.
-        lost: of all generations, why by rank.
+        lost: members of the generation before that are gone, why by rank.
         joined: ranks that hold nothing yet.
         iteration: the last step that counts; `agreed` are its numbers, with which a rank that has not heard of
             them makes its update.
@@ -117,6 +117,8 @@ class Member:
         # What exists by now will not be looked at when connections are collected in a hurry.
         gc.freeze()
         self._board.start_pulse(self._place)
+        while not self.store.check([f"enter/{self.rank}"]):
+            time.sleep(_POLL_SECONDS)
         self.view = self._wait(int(self.store.get(f"enter/{self.rank}")))
         return self.view
 
@@ -275,7 +277,7 @@ class Coordinator:
         view = View(
             old.generation + 1,
             tuple(sorted((*survivors, *joined))),
-            {rank: self._gone[rank] for rank in sorted(self._gone)},
+            {rank: self._gone[rank] for rank in old.ranks if rank in self._gone},
             joined,
             furthest.iteration,
             furthest.agreed,

@@ -204,7 +204,7 @@ class Session:
         actions = self.program.forward_actions(self.world.rank, len(batches))
         agree_on_micro_batches(self.program, self.world, self.groups, whole)
         self.gather.finish()
-        self.enter("evaluation")
+        self.enter("evaluation", self.iteration)
         with torch.no_grad():
             loss_sum = self._run_schedule(actions, batches)
         numbers = torch.cat([self._valid_tokens(batches), loss_sum.reshape(1)])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hetero_megatron.cluster import ranges_text
 from hetero_megatron.errors import RuntimeFailure
 from hetero_megatron.runtime.board import Board
-from hetero_megatron.runtime.launch import ended_of, fork_one, interrupts_wait, kill_all, killed_text
+from hetero_megatron.runtime.launch import ended_of, fork_one, interrupts_wait, kill_all
 from hetero_megatron.runtime.membership import Coordinator, Member, connect, tell
 from hetero_megatron.runtime.stopping import StopRequest
 
@@ -46,20 +46,25 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Which of the nodes this is, its ranks, and where node 0 listens; port 0 is any free one, of a single node."""
+    """Which of the nodes this is, its ranks, and where node 0 listens; port 0 is any free one, of a single node.
+
+    `nodes` has the ranks of all nodes, `present` the number of those that the run begins with; others come later.
+    """
 
     ranks: tuple[int, ...]
     number: int = 0
     nodes: Mapping[int, tuple[int, ...]] | None = None
     host: str = "127.0.0.1"
     port: int = 0
+    present: int = 1
 
     @property
-    def all_ranks(self) -> tuple[int, ...]:
-        """The ranks of all nodes."""
+    def first_ranks(self) -> tuple[int, ...]:
+        """The ranks of the nodes that the run begins with."""
         if self.nodes is None:
             return self.ranks
-        return tuple(sorted(rank for ranks in self.nodes.values() for rank in ranks))
+        first = [ranks for number, ranks in self.nodes.items() if number < self.present]
+        return tuple(sorted(rank for ranks in first for rank in ranks))
 
 
 class Supervisor:
@@ -81,6 +86,7 @@ class Supervisor:
         self._why: dict[int, str] = {}
         self._lost: dict[int, str] = {}
         self._beats: dict[int, tuple[int, float]] = {}
+        self._heard = 0.0
         self._coordinator: Coordinator | None = None
         self._store: dist.TCPStore
         self._address = (node.host, node.port)
@@ -124,6 +130,7 @@ class Supervisor:
         host, port = self._address
         if handle is None:
             self._store = connect(host, port)
+            self._announce()
             return
         self._store = dist.TCPStore(
             host,
@@ -133,7 +140,15 @@ class Supervisor:
             master_listen_fd=handle.detach(),
             timeout=timedelta(seconds=60),
         )
-        self._coordinator = Coordinator(self._store, self.node.all_ranks)
+        self._coordinator = Coordinator(self._store, self.node.first_ranks)
+
+    def _announce(self) -> None:
+        """A node that starts when the others are at work asks to be taken in."""
+        while not self._store.check(["view/0"]):
+            time.sleep(_POLL_SECONDS)
+        if not self._store.check([f"enter/{rank}" for rank in self.node.ranks]):
+            self._store.set(f"announce/{self.node.number}", "")
+            tell(self._store)
 
     def _start(self, rank: int) -> None:
         place = self.node.ranks.index(rank)
@@ -143,10 +158,13 @@ class Supervisor:
             self._pids[rank] = fork_one(partial(self._main, member), rank, resume)
 
     def _watch(self, deadline: float | None) -> int:
-        passed_on, refused = False, False
+        passed_on, refused, beat = False, False, 0.0
         while self._pids:
             self._reap()
             self._check_signs()
+            if self.node.number and time.monotonic() - beat > _BEAT_SECONDS:
+                beat = time.monotonic()
+                self._store.add(f"beat/{self.node.number}", 1)
             if self._coordinator is not None:
                 self._coordinate(self._coordinator)
             if self._request and not passed_on:
@@ -175,9 +193,12 @@ class Supervisor:
             if code == 0:
                 continue
             note = self._board.read(self.node.ranks.index(rank))
-            why = killed_text(rank, -code).removeprefix("error: ") if code < 0 else f"rank {rank} has failed"
-            why = f"{self._why.pop(rank, why)}, {note}"
-            self._lose(rank, why)
+            why = (
+                f"rank {rank} was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"rank {rank} has failed"
+            )
+            self._lose(rank, f"{self._why.pop(rank, why)} {note}")
 
     def _lose(self, rank: int, why: str) -> None:
         self._lost[rank] = why
@@ -205,7 +226,7 @@ class Supervisor:
                 self._end(rank, pid, f"rank {rank} has come no further for {now - note.since:.1f} s")
 
     def _end(self, rank: int, pid: int, why: str) -> None:
-        self._why[rank] = f"{why} and was ended"
+        self._why[rank] = f"{why}, was ended"
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -241,19 +262,26 @@ class Supervisor:
         if self.node.nodes is None:
             return
         now = time.monotonic()
+        if now - self._heard < _BEAT_SECONDS / 10:
+            return
+        self._heard = now
         for number, ranks in self.node.nodes.items():
             if number == self.node.number:
                 continue
-            beat, since = self._beats.get(number, (0, now))
-            if now - since < _BEAT_SECONDS and number in self._beats:
-                pass
-            new = self._store.add(f"beat/{number}", 0)
-            self._beats[number] = (new, now if new != beat or number not in self._beats else since)
+            if self._store.check([f"announce/{number}"]):
+                self._store.delete_key(f"announce/{number}")
+                coordinator.join(ranks)
+            beats = self._store.add(f"beat/{number}", 0)
+            if number not in self._beats or beats != self._beats[number][0]:
+                self._beats[number] = (beats, now)
             silent = now - self._beats[number][1]
             for rank in ranks:
-                if rank in coordinator.view.ranks and self._store.check([f"gone/{rank}"]):
+                if rank not in coordinator.view.ranks:
+                    continue
+                if self._store.check([f"gone/{rank}"]):
                     coordinator.lost(rank, self._store.get(f"gone/{rank}").decode())
-                elif beat and silent > self._limits.heartbeat_s:
+                    self._store.delete_key(f"gone/{rank}")
+                elif beats and silent > self._limits.heartbeat_s:
                     coordinator.lost(
                         rank, f"node {number} with rank {rank} has been silent for {silent:.1f} s"
                     )
