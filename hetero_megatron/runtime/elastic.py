@@ -7,6 +7,7 @@ rank has the new one.
 """
 
 import gc
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -208,8 +209,7 @@ class ElasticSession:
         if isinstance(error, _Joining):
             self._failed = _JOINING
             return
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self._failed = f"rank {self.member.rank} ({text.rpartition(']:')[0].rpartition('[')[0].rpartition('] ')[2].strip() or text[:120]})"
+        self._failed = f"rank {self.member.rank} ({_in_short(error)})"
 
     def _recover(self) -> None:
         while self._failed:
@@ -379,3 +379,9 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self.at
         self.at = now
+
+
+def _in_short(error: RuntimeError) -> str:
+    """`Connection reset by peer`: without the place in the library, the addresses, and the advice."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"\[[^\]]*\]:? *", "", text.partition(". This is")[0]).strip()[:120]

@@ -194,7 +194,7 @@ def tell(store: dist.Store) -> None:
 class Coordinator:
     """Makes the views; in one process, the supervisor of the first node."""
 
-    def __init__(self, store: dist.Store, ranks: Sequence[int], patience_s: float = 3.0) -> None:
+    def __init__(self, store: dist.Store, ranks: Sequence[int], patience_s: float = 0.5) -> None:
         """`patience_s`: how long a run in which all have stopped is waited with until somebody is found gone."""
         self._store, self._patience = store, patience_s
         self._events, self._gone, self._first, self._stopped_at = 0, dict[int, str](), 0.0, 0.0

@@ -1,0 +1,142 @@
+"""From kill -9 to the next committed step: in the surviving processes, and by checkpoint and restart under torchrun.
+
+`python -m benchmarks.recovery [--repeats 5]`: a small model on 4 local ranks (a pipeline of three stages and one of a
+single rank, ZeRO-1), rank 1 killed from outside in the middle of training. The restart has a checkpoint of the step
+before the last, and counts the same time: from the kill to the first step that is further than the last one before.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+RECIPE = """
+model: {preset: llama_tiny, num_layers: 4}
+strategy:
+  zero: 1
+  pipelines:
+  - {micro_batches: 3, micro_batch_size: 1, stages: [{ranks: 0, layers: 0}, {ranks: 1, layers: 1-2}, {ranks: 2, layers: 3}]}
+  - {micro_batches: 1, micro_batch_size: 1, stages: [{ranks: 3, layers: 0-3}]}
+training: {global_batch_size: 4, seq_length: 128, lr: 1.0e-3, train_iters: 100000, log_interval: 100000}
+checkpoint: {interval: 5}
+"""
+KILL_AT = 12
+
+
+def main() -> None:
+    """Print both medians and the spread."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=("elastic", "restart"))
+    arguments = parser.parse_args()
+    ways: dict[str, Callable[[Path], float]] = {"elastic": elastic, "restart": restart}
+    for name, way in ways.items():
+        if arguments.only in (None, name):
+            found = []
+            for _ in range(arguments.repeats):
+                with tempfile.TemporaryDirectory() as folder:
+                    found.append(way(Path(folder)))
+            print(
+                f"{name:8} kill -9 to the next committed step: median {statistics.median(found):.2f} s "
+                f"({min(found):.2f} to {max(found):.2f}, {len(found)} runs, load {os.getloadavg()[0]:.1f})",
+                flush=True,
+            )
+
+
+def elastic(folder: Path) -> float:
+    """The others go on."""
+    run = Training(folder, ["-m", "hetero_megatron", "pretrain", "--elastic"])
+    try:
+        run.wait_for(KILL_AT)
+        killed = run.kill_rank(1)
+        last = run.iteration
+        run.wait_for(last + 1, "a step after the loss")
+        return time.time() - killed
+    finally:
+        run.end()
+
+
+def restart(folder: Path) -> float:
+    """The launcher ends all, and starts all again, who go on from the checkpoint."""
+    arguments = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "--max-restarts",
+        "3",
+    ]
+    run = Training(folder, [*arguments, "-m", "hetero_megatron.train"])
+    try:
+        run.wait_for(KILL_AT)
+        killed = run.kill_rank(1)
+        last = run.iteration
+        run.wait_for(last + 1, "a step after the restart", fresh=True)
+        return time.time() - killed
+    finally:
+        run.end()
+
+
+class Training:
+    """A run in processes of its own, watched by its metrics file."""
+
+    def __init__(self, folder: Path, command: list[str]) -> None:
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(f"{RECIPE}output: {folder / 'run'}\n")
+        self._metrics = folder / "run" / "metrics.jsonl"
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, *command, str(recipe)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def iteration(self) -> int:
+        """The last step in the metrics."""
+        try:
+            lines = self._metrics.read_bytes().splitlines()
+        except FileNotFoundError:
+            return 0
+        return int(json.loads(lines[-1])["iteration"]) if lines else 0
+
+    def wait_for(self, iteration: int, what: str = "training", fresh: bool = False) -> None:
+        """Until the step `iteration` is written; `fresh`: after the file has gone back to an earlier one."""
+        deadline, went_back = time.time() + 120, not fresh
+        while not went_back or self.iteration < iteration:
+            went_back = went_back or self.iteration < iteration - 1
+            if self._process.poll() is not None:
+                raise SystemExit(f"waiting for {what}: the run has ended with {self._process.returncode}")
+            if time.time() > deadline:
+                raise SystemExit(f"waiting for {what}: iteration {iteration} has not come in 120 s")
+            time.sleep(0.002)
+
+    def kill_rank(self, number: int) -> float:
+        """Kill the `number`-th rank process; returns when (`time.time`)."""
+        ranks = sorted(child for child in _children(self._process.pid))
+        os.kill(ranks[number], signal.SIGKILL)
+        return time.time()
+
+    def end(self) -> None:
+        """End the run and all of its processes."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+if __name__ == "__main__":
+    main()
