@@ -1,4 +1,4 @@
-"""From kill -9 to the next committed step: in the surviving processes, and by checkpoint and restart under torchrun.
+"""From kill -9 to the next committed step: in the surviving processes, and by checkpoint and restart.
 
 `python -m benchmarks.recovery [--repeats 5]`: a small model on 4 local ranks (a pipeline of three stages and one of a
 single rank, ZeRO-1), rank 1 killed from outside in the middle of training. The restart has a checkpoint of the step
@@ -6,6 +6,7 @@ before the last, and counts the same time: from the kill to the first step that 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -64,21 +65,13 @@ def elastic(folder: Path) -> float:
 
 
 def restart(folder: Path) -> float:
-    """The launcher ends all, and starts all again, who go on from the checkpoint."""
-    arguments = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "4",
-        "--max-restarts",
-        "3",
-    ]
-    run = Training(folder, [*arguments, "-m", "hetero_megatron.train"])
+    """All are ended and started again by the same command, as a job script would, and go on from the checkpoint."""
+    run = Training(folder, ["-m", "hetero_megatron", "pretrain"])
     try:
         run.wait_for(KILL_AT)
         killed = run.kill_rank(1)
         last = run.iteration
+        run.start_again()
         run.wait_for(last + 1, "a step after the restart", fresh=True)
         return time.time() - killed
     finally:
@@ -91,15 +84,25 @@ class Training:
     def __init__(self, folder: Path, command: list[str]) -> None:
         recipe = folder / "recipe.yaml"
         recipe.write_text(f"{RECIPE}output: {folder / 'run'}\n")
+        self._output = folder / "out"
         self._metrics = folder / "run" / "metrics.jsonl"
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, *command, str(recipe)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._command = [sys.executable, *command, str(recipe)]
+        self._process = self._start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        with self._output.open("ab") as output:
+            return subprocess.Popen(
+                self._command,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def start_again(self) -> None:
+        """Wait until the run has ended, and start the same command."""
+        self._process.wait()
+        self._process = self._start()
 
     @property
     def iteration(self) -> int:
@@ -116,7 +119,10 @@ class Training:
         while not went_back or self.iteration < iteration:
             went_back = went_back or self.iteration < iteration - 1
             if self._process.poll() is not None:
-                raise SystemExit(f"waiting for {what}: the run has ended with {self._process.returncode}")
+                told = self._output.read_text(errors="replace")[-6000:]
+                raise SystemExit(
+                    f"{told}\nwaiting for {what}: the run has ended with {self._process.returncode}"
+                )
             if time.time() > deadline:
                 raise SystemExit(f"waiting for {what}: iteration {iteration} has not come in 120 s")
             time.sleep(0.002)
@@ -129,7 +135,8 @@ class Training:
 
     def end(self) -> None:
         """End the run and all of its processes."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 

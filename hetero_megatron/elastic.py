@@ -5,7 +5,7 @@ those who are left, move the state, and go on in the same processes with the nex
 """
 
 import contextlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from rich.console import Console
 
 from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.errors import HeteroError, StrategyError
+from hetero_megatron.graph.nodes import Graph
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.journal import Journal
 from hetero_megatron.loop import Loop, Memory
@@ -37,46 +38,91 @@ from hetero_megatron.train import announce, check_gpus, device_of, facts_of, ini
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
 
-def pretrain_elastic(run: Run) -> int:
-    """Start the local ranks under a supervisor and train; returns 0 when those that were not lost have succeeded.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which node this is, where node 0 listens (`host:port`), and how many nodes the run begins with (None: all)."""
+
+    node: int = 0
+    endpoint: str | None = None
+    present: int | None = None
+
+
+def pretrain_elastic(run: Run, place: Place | None = None) -> int:
+    """Start this node's ranks under a supervisor and train; returns 0 when those that were not lost have succeeded.
 
     Raises:
-        StrategyError: this machine has fewer GPUs than the strategy has ranks.
+        StrategyError: this machine has fewer GPUs than its ranks need, or the nodes do not fit the cluster.
+        RuntimeFailure: the endpoint is taken.
     """
     torch.set_num_threads(1)
     strategy, section = run.program.strategy, run.recipe.elastic
     ranks = tuple(sorted(strategy.ranks + strategy.idle_ranks))
-    check_gpus(run.device, len(ranks))
+    node = _node(run, ranks, place or Place())
+    check_gpus(run.device, len(node.ranks))
     for fault in section.faults:
         if fault.rank not in ranks:
             raise StrategyError(
                 f"elastic.faults: rank {fault.rank} is none of the strategy's ranks {list(ranks)}"
             )
+    if node.first_ranks != ranks:
+        run = run.under(_shrunk(run, trace(run.model), node.first_ranks))
     preload(any(stage.recompute for pipeline in strategy.pipelines for stage in pipeline.stages))
-    announce(run)
-    kept = guardians(run.program) if section.copies else {}
-    Console().print(str(survivable(run.program, kept)), soft_wrap=True, markup=False, highlight=False)
+    if not node.number:
+        announce(run)
+        kept = guardians(run.program) if section.copies else {}
+        text = str(survivable(run.program, kept))
+        Console().print(text, soft_wrap=True, markup=False, highlight=False)
     request = StopRequest()
 
     def main(member: Member) -> None:
         try:
             with run.recipe.named():
-                _Rank(run, member, ranks.index(member.rank), request).work()
+                _Rank(run, member, node, request).work()
         except HeteroError as error:
             member.refuse(str(error))
             raise
 
     limits = Limits(section.heartbeat_s, section.phase_s, section.timeout_s)
     with request.listening():
-        return Supervisor(Node(ranks), main, limits, request, section.returning).run()
+        return Supervisor(node, main, limits, request, section.returning).run()
+
+
+def _node(run: Run, ranks: tuple[int, ...], place: Place) -> Node:
+    """This node among those of the cluster; without an endpoint all ranks are on this machine."""
+    if place.endpoint is None:
+        if place.node or place.present is not None:
+            raise StrategyError("several nodes need --endpoint HOST:PORT, the address of node 0")
+        return Node(ranks)
+    host, _, port = place.endpoint.rpartition(":")
+    if not host or not port.isdigit():
+        raise StrategyError(f"--endpoint {place.endpoint!r} is no HOST:PORT, such as node0:29500")
+    cluster = run.program.cluster
+    nodes: dict[int, tuple[int, ...]] = {}
+    for rank in ranks:
+        nodes[cluster.node_of(rank)] = (*nodes.get(cluster.node_of(rank), ()), rank)
+    present = len(nodes) if place.present is None else place.present
+    if place.node not in nodes or not 1 <= present <= len(nodes):
+        raise StrategyError(
+            f"--node-rank {place.node} and --nodes-present {present}: the strategy has ranks on {len(nodes)} nodes, "
+            f"numbered {min(nodes)} to {max(nodes)}"
+        )
+    return Node(nodes[place.node], place.node, nodes, host, int(port), present)
+
+
+def _shrunk(run: Run, graph: Graph, ranks: tuple[int, ...]) -> Program:
+    """The strategy of the recipe, on those who are there."""
+    facts, cluster = run.config.facts, run.recipe.make_cluster()
+    there = cluster.without(set(cluster.ranks) - set(ranks))
+    return Program.build(graph, shrink(run.recipe.make_strategy(), facts, ranks), facts, there)
 
 
 class _Rank:
     """The life of one rank, over all generations."""
 
-    def __init__(self, run: Run, member: Member, local_index: int, request: StopRequest) -> None:
+    def __init__(self, run: Run, member: Member, node: Node, request: StopRequest) -> None:
         self._run, self._member, self._request = run, member, request
-        self._device = device_of(run.device, local_index)
+        self._is_local = node.nodes is None
+        self._device = device_of(run.device, node.ranks.index(member.rank))
         self._memory = memory_of(run)
         self._told = 0
         self._graph = trace(run.model)
@@ -92,7 +138,8 @@ class _Rank:
             training.bucket_size,
             self._device,
             section.timeout_s,
-            copies=section.copies,
+            self._is_local,
+            section.copies,
         )
         self._making = making
         faults = [Fault(**fault.model_dump()) for fault in section.faults]
@@ -126,12 +173,8 @@ class _Rank:
         return session
 
     def _replan(self, base: Program, ranks: tuple[int, ...]) -> Program:
-        """The strategy of the recipe, on those who are there."""
         del base
-        first, facts = self._run.recipe.make_strategy(), self._run.config.facts
-        cluster = self._run.recipe.make_cluster()
-        there = cluster.without(set(cluster.ranks) - set(ranks))
-        return Program.build(self._graph, shrink(first, facts, ranks), facts, there)
+        return _shrunk(self._run, self._graph, ranks)
 
     def _from_checkpoint(self, program: Program, world: World, groups: Groups) -> Session | None:
         """Collective: go back to the newest checkpoint, or to the beginning where there is none."""

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -36,6 +37,9 @@ from hetero_megatron.runtime.state import ParameterSlot
 from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.runtime.world import World
 from hetero_megatron.watch import SkipWatch, SpikeWatch
+
+if TYPE_CHECKING:
+    from hetero_megatron.elastic import Place
 
 
 def start_session(run: Run, world: World) -> Session:
@@ -120,10 +124,10 @@ def facts_of(run: Run) -> dict[str, object]:
     }
 
 
-def start(run: Run, environment: Mapping[str, str], elastic: bool = False) -> int:
+def start(run: Run, environment: Mapping[str, str], elastic: "Place | None" = None) -> int:
     """Train: as one process of the launcher that the environment tells of, or with ranks of its own.
 
-    `elastic` ranks go on when one of them is lost; a launcher, which ends all of them then, has no part in it.
+    With `elastic`, ranks go on when one of them is lost; a launcher, which ends all of them then, has no part in it.
 
     Returns:
         The exit code, 0 when every rank succeeded.
@@ -131,7 +135,7 @@ def start(run: Run, environment: Mapping[str, str], elastic: bool = False) -> in
     Raises:
         StrategyError: there are not as many processes or GPUs as the strategy has ranks.
     """
-    if not elastic and "RANK" in environment and "WORLD_SIZE" in environment:
+    if elastic is None and "RANK" in environment and "WORLD_SIZE" in environment:
         with run.recipe.named():
             pretrain_under_launcher(
                 run,
@@ -141,10 +145,10 @@ def start(run: Run, environment: Mapping[str, str], elastic: bool = False) -> in
             )
         return 0
     with run.recipe.named():
-        if elastic:
+        if elastic is not None:
             from hetero_megatron.elastic import pretrain_elastic
 
-            return pretrain_elastic(run)
+            return pretrain_elastic(run, elastic)
         return pretrain(run)
 
 
