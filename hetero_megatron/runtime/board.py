@@ -72,7 +72,11 @@ class Board:
     def clear(self, place: int) -> None:
         """A rank that has not said anything yet."""
         now = time.monotonic()
-        _ENTRY.pack_into(self._pages, place * _SIZE, now, now, 0, 0)
+        self._write(place, _ENTRY.pack(now, now, 0, 0))
+
+    def _write(self, place: int, content: bytes) -> None:
+        # Not `pack_into`, which clears the place first: whoever reads meanwhile would see a rank dead since the boot.
+        self._pages[place * _SIZE : place * _SIZE + len(content)] = content
 
     def read(self, place: int) -> Note:
         """What is known of the rank at `place`."""
@@ -82,14 +86,14 @@ class Board:
     def note(self, place: int, phase: str, iteration: int) -> None:
         """The rank at `place` says where it is."""
         now = time.monotonic()
-        _ENTRY.pack_into(self._pages, place * _SIZE, now, now, PHASES.index(phase), iteration)
+        self._write(place, _ENTRY.pack(now, now, PHASES.index(phase), iteration))
 
     def start_pulse(self, place: int) -> None:
         """Show a sign of life from now on, by a thread: a stopped process shows none."""
 
         def beat() -> None:
             while True:
-                struct.pack_into("d", self._pages, place * _SIZE, time.monotonic())
+                self._write(place, struct.pack("d", time.monotonic()))
                 time.sleep(_BEAT_SECONDS)
 
         threading.Thread(target=beat, name="pulse", daemon=True).start()

@@ -162,6 +162,7 @@ class ElasticSession:
         view = member.enter()
         try:
             if view.generation:
+                self._programs[0] = replan(program, member.view_of(0).ranks)
                 self._adopt(view, time.time(), "")
             else:
                 groups = self._connect(program, view)

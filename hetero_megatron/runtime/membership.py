@@ -270,7 +270,8 @@ class Coordinator:
         if not held:
             end = "nobody who is left holds a part of the model"
         furthest = max(held, key=lambda each: (each.iteration, each.agreed is not None), default=Progress(0))
-        self._without_progress = 0 if furthest.iteration > old.iteration else self._without_progress + 1
+        moved = furthest.iteration > old.iteration or joined
+        self._without_progress = 0 if moved else self._without_progress + 1
         if self._without_progress > 5:
             end = f"{self._without_progress} times in a row ranks have stopped without having made a step"
         base = max((each.base for each in held), default=0)
@@ -280,7 +281,7 @@ class Coordinator:
             {rank: self._gone[rank] for rank in old.ranks if rank in self._gone},
             joined,
             furthest.iteration,
-            furthest.agreed,
+            None if furthest.agreed is None else tuple(furthest.agreed),
             base,
             furthest.skipped,
             furthest.optimizer_steps,

@@ -104,9 +104,30 @@ class Supervisor:
                 for rank in self.node.ranks:
                     self._start(rank)
                 self._open_store(handle)
-            return self._watch(None if timeout_s is None else time.monotonic() + timeout_s)
+            code = self._watch(None if timeout_s is None else time.monotonic() + timeout_s)
+            self._part()
+            return code
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise RuntimeFailure(
+                f"node {self.node.number} has lost the store at {self.node.host}:{self._address[1]}: the supervisor of "
+                "node 0 has ended, and the run with it; its last checkpoint is whole"
+            ) from error
         finally:
             kill_all(list(self._pids.values()))
+
+    def _part(self) -> None:
+        """The first node keeps the store until the others have done with it."""
+        if self.node.number:
+            self._store.set(f"left/{self.node.number}", "")
+            return
+        there = [
+            f"left/{number}"
+            for number, ranks in (self.node.nodes or {}).items()
+            if number and set(ranks) & set(self._coordinator.view.ranks if self._coordinator else ())
+        ]
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while there and not self._store.check(there) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[socket.socket | None]:
