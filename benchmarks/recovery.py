@@ -70,9 +70,8 @@ def restart(folder: Path) -> float:
     try:
         run.wait_for(KILL_AT)
         killed = run.kill_rank(1)
-        last = run.iteration
-        run.start_again()
-        run.wait_for(last + 1, "a step after the restart", fresh=True)
+        last = run.start_again()
+        run.wait_for(last + 1, "a step after the restart")
         return time.time() - killed
     finally:
         run.end()
@@ -99,10 +98,12 @@ class Training:
                 start_new_session=True,
             )
 
-    def start_again(self) -> None:
-        """Wait until the run has ended, and start the same command."""
+    def start_again(self) -> int:
+        """Wait until the run has ended, and start the same command; the last step of the one before."""
         self._process.wait()
+        last = self.iteration
         self._process = self._start()
+        return last
 
     @property
     def iteration(self) -> int:
@@ -113,11 +114,10 @@ class Training:
             return 0
         return int(json.loads(lines[-1])["iteration"]) if lines else 0
 
-    def wait_for(self, iteration: int, what: str = "training", fresh: bool = False) -> None:
-        """Until the step `iteration` is written; `fresh`: after the file has gone back to an earlier one."""
-        deadline, went_back = time.time() + 120, not fresh
-        while not went_back or self.iteration < iteration:
-            went_back = went_back or self.iteration < iteration - 1
+    def wait_for(self, iteration: int, what: str = "training") -> None:
+        """Until the step `iteration` is written."""
+        deadline = time.time() + 120
+        while self.iteration < iteration:
             if self._process.poll() is not None:
                 told = self._output.read_text(errors="replace")[-6000:]
                 raise SystemExit(
