@@ -4,86 +4,42 @@ What goes where is found before the switch. Old buffers are given back as soon a
 new ones made when the first slice is about to come.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hetero_megatron.comm import BsrCopy, BsrTensor, BsrTransfer
 from hetero_megatron.comm.boxes import numel
 from hetero_megatron.comm.relay import Route, bytes_by_link
-from hetero_megatron.runtime.slices import Slices, local_slices
-from hetero_megatron.runtime.state import ParameterSlot, State, view
+from hetero_megatron.runtime import message
+from hetero_megatron.runtime.message import PHASES, Arena, Message, Moved, Place, Transit
+from hetero_megatron.runtime.slices import local_slices
+from hetero_megatron.runtime.state import ParameterSlot, State
 from hetero_megatron.runtime.world import World
 from hetero_megatron.switch_plan import SwitchPlan
 from hetero_megatron.switch_rounds import Round, Wave, plan_rounds
 
-# Messages that a rank holds at a time, sent and received together; as much as the FP32 states of 90 million parameters.
-MESSAGE_BYTES = 1 << 30
+# Messages of a round on one rank, sent and received together. Two rounds are on their way at a time: large enough for
+# full bandwidth, small enough that memory is used again while it is in reach.
+MESSAGE_BYTES = 64 << 20
 # What Adam keeps, by the suffix that a SwitchPlan gives it.
 FLATS: Mapping[str, str] = {"": "master", "mean": "exp_avg", "variance": "exp_avg_sq"}
-PHASES = ("pack", "move", "unpack")
-
-
-@dataclass(slots=True)
-class Moved:
-    """What this rank sent, in bytes by receiver, and its seconds by phase; copies on the spot count as packing."""
-
-    sent: dict[int, int]
-    seconds: dict[str, float]
-
-    def add(self, phase: str, since: float) -> float:
-        """Book the time from `since` (`time.perf_counter`) until now; returns now."""
-        now = time.perf_counter()
-        self.seconds[phase] += now - since
-        return now
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A slice of a shard in a flat buffer. The buffer has memory only now and then, so its view is made at need."""
-
-    flat: Tensor
-    slot: ParameterSlot
-    slices: Slices
-
-    def view(self) -> Tensor:
-        return view(self.flat, self.slot)[self.slices]
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """Its pieces by transfer number: places in an old or a new buffer, or None for what this rank only passes on."""
-
-    peer: int
-    numbers: tuple[int, ...]
-    places: tuple[_Place | None, ...]
-    counts: tuple[int, ...]
-
-    def whole(self, device: torch.device) -> Tensor | None:
-        """The one contiguous piece that is the message: nothing to pack or unpack."""
-        place = self.places[0] if len(self.places) == 1 else None
-        if place is None or place.flat.device != device or not place.view().is_contiguous():
-            return None
-        return place.view().view(-1)
-
-    def pieces(self, buffer: Tensor) -> Iterator[tuple[int, Tensor | None, Tensor]]:
-        """(transfer, view, its part of the buffer) of every piece."""
-        for number, place, part in zip(self.numbers, self.places, buffer.split(self.counts), strict=True):
-            yield number, None if place is None else place.view(), part
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A round on this rank: buffers to make, messages by wave (sends, receives), copies, buffers to give back."""
+    """A round on this rank: buffers to make, copies, messages by wave, buffers to give back."""
 
     hold: tuple[str, ...]
-    copies: tuple[tuple[_Place, _Place], ...]
-    waves: tuple[tuple[tuple[_Message, ...], tuple[_Message, ...]], ...]
+    copies: tuple[tuple[Place, Place], ...]
+    waves: tuple[message.Wave, ...]
     release: tuple[str, ...]
+
+    @property
+    def elements(self) -> int:
+        """Of all messages."""
+        return sum(sum(each.counts) for sends, receives in self.waves for each in (*sends, *receives))
 
 
 class Moves:
@@ -109,6 +65,12 @@ class Moves:
         self.plan, self.world = plan, world
         self._before, self._after = before, after
         self._scheme = plan.scheme()
+        names = [tensor.name.partition("@")[0] for tensor in plan.tensors]
+        first_of = {name: place for place, name in reversed(list(enumerate(names)))}
+        kind_of = {kind: place for place, kind in enumerate(FLATS.values())}
+        self._order = [
+            (kind_of[_kind(tensor)], first_of[name]) for tensor, name in zip(plan.tensors, names, strict=True)
+        ]
         self._old = {slot.name: slot for slot in before.slots} if before else {}
         self._new = {slot.name: slot for slot in after.slots} if after else {}
         self._before_flats = before.flats if before else {}
@@ -133,13 +95,13 @@ class Moves:
         )
         self.kinds = tuple(first)
 
-    def _copies(self, each: Round) -> Iterator[tuple[_Place, _Place]]:
+    def _copies(self, each: Round) -> Iterator[tuple[Place, Place]]:
         for number in each.copies:
             copy = self._scheme.copies[number]
             if copy.rank == self.world.rank:
                 yield self._leaving(copy), self._coming(copy)
 
-    def _wave(self, wave: Wave) -> tuple[tuple[_Message, ...], tuple[_Message, ...]]:
+    def _wave(self, wave: Wave) -> message.Wave:
         rank = self.world.rank
         ends = [((self._actor(src), dst), parts) for (src, dst), parts in wave.items()]
         sends = tuple(self._message(dst, parts) for (src, dst), parts in ends if src == rank != dst)
@@ -150,7 +112,7 @@ class Moves:
         """Who sends what `rank` is to send."""
         return self._acting.get(rank, rank)
 
-    def _own_shadows(self, each: Round) -> Iterator[tuple[_Place, _Place]]:
+    def _own_shadows(self, each: Round) -> Iterator[tuple[Place, Place]]:
         """What this rank has a copy of and needs itself."""
         for wave in each.waves:
             for (src, dst), numbers in wave.items():
@@ -159,7 +121,9 @@ class Moves:
                         transfer = self._scheme.transfers[number]
                         yield self._leaving(transfer), self._coming(transfer)
 
-    def _message(self, peer: int, numbers: Sequence[int]) -> _Message:
+    def _message(self, peer: int, numbers: Sequence[int]) -> Message:
+        # Moments were planned in reverse; in the parameters' order more slices follow one another in memory.
+        numbers = sorted(numbers, key=lambda each: self._order[self._scheme.transfers[each].tensor])
         transfers = [self._scheme.transfers[number] for number in numbers]
         places = [
             self._leaving(each)
@@ -170,23 +134,23 @@ class Moves:
             for each in transfers
         ]
         counts = [numel(each.region, self.plan.tensors[each.tensor].shape) for each in transfers]
-        return _Message(peer, tuple(numbers), tuple(places), tuple(counts))
+        return Message.of(peer, numbers, places, counts)
 
-    def _leaving(self, moved: BsrCopy | BsrTransfer) -> _Place:
+    def _leaving(self, moved: BsrCopy | BsrTransfer) -> Place:
         shadow = self._shadows.get(moved.src) if isinstance(moved, BsrTransfer) else None
         if shadow is not None:
             return self._place(shadow.flats, {slot.name: slot for slot in shadow.slots}, moved)
         return self._place(self._before_flats, self._old, moved)
 
-    def _coming(self, moved: BsrCopy | BsrTransfer) -> _Place:
+    def _coming(self, moved: BsrCopy | BsrTransfer) -> Place:
         return self._place(self._after_flats, self._new, moved)
 
     def _place(
         self, flats: Mapping[str, Tensor], slots: Mapping[str, ParameterSlot], moved: BsrCopy | BsrTransfer
-    ) -> _Place:
+    ) -> Place:
         tensor = self.plan.tensors[moved.tensor]
         slot = slots[tensor.name.partition("@")[0]]
-        return _Place(flats[_kind(tensor)], slot, local_slices(moved.region, slot.full_shape, slot.bounds))
+        return Place(flats[_kind(tensor)], slot, local_slices(moved.region, slot.full_shape, slot.bounds))
 
     def run(self, keep: bool = False) -> Moved:
         """Collective over the ranks of both layouts; the new state is complete on return, but for its parameters.
@@ -194,17 +158,43 @@ class Moves:
         With `keep`, the old master weights and moments stay, so that a switch that fails can be begun again.
         """
         moved = Moved({}, dict.fromkeys(PHASES, 0.0))
+        arenas = self._arenas()
         if self._before:
             self._before.release(*self._not_moved(self._before))
-        for step in self._steps:
+        # A round is packed and sent while the one before it arrives.
+        pending: tuple[Transit, tuple[str, ...]] | None = None
+        for number, step in enumerate(self._steps):
             if self._after:
                 self._after.take(*step.hold)
-            self._run(step, moved)
-            if self._before and not keep:
-                self._before.release(*step.release)
+            arena, passing = arenas[number % len(arenas)], dict[int, Tensor]()
+            arena.empty()
+            copies = step.copies
+            for place, wave in enumerate(step.waves or (((), ()),)):
+                if place:
+                    self._end(pending, keep)
+                    pending = None
+                transit = Transit(wave, copies, self.world, arena, passing, moved)
+                copies = ()
+                self._end(pending, keep)
+                last = place >= len(step.waves) - 1
+                pending = transit, step.release if last else ()
+        self._end(pending, keep)
         if self._after:
             self._complete(self._after)
         return moved
+
+    def _arenas(self) -> list[Arena]:
+        """Memory for the largest round, and once more where there are several."""
+        largest = max((step.elements for step in self._steps), default=0)
+        return [Arena(largest, self.world.device) for _ in self._steps[:2]]
+
+    def _end(self, pending: tuple[Transit, tuple[str, ...]] | None, keep: bool) -> None:
+        if pending is None:
+            return
+        transit, release = pending
+        transit.end()
+        if self._before and not keep:
+            self._before.release(*release)
 
     def _not_moved(self, state: State) -> list[str]:
         """Gradients, parameters where these are not the master weights, and moments that the optimizer does not use."""
@@ -216,76 +206,6 @@ class Moves:
         for name in set(after.moments) - set(self.kinds):
             after.moments[name].zero_()
 
-    def _run(self, step: _Step, moved: Moved) -> None:
-        passing: dict[int, Tensor] = {}
-        copies = step.copies
-        for sends, receives in step.waves or (((), ()),):
-            at = time.perf_counter()
-            landing = [(message, self._landing(message)) for message in receives]
-            posted = [self._operation(dist.irecv, message.peer, buffer) for message, buffer in landing]
-            together = self.world.device.type != "cpu"
-            work = [] if together else _post(posted)
-            for message in sends:
-                buffer = self._pack(message, passing)
-                moved.sent[message.peer] = moved.sent.get(message.peer, 0) + buffer.nbytes
-                operation = self._operation(dist.isend, message.peer, buffer)
-                # On a CPU a message leaves while the next one is packed; NCCL needs both directions in one batch.
-                if together:
-                    posted.append(operation)
-                else:
-                    work += _post([operation])
-            if together:
-                work = _post(posted)
-            for source, target in copies:
-                target.view().copy_(source.view())
-            copies = ()
-            at = moved.add("pack", at)
-            # Every handle is waited for once: gloo would wait for a second message.
-            arriving = [work] if together else [[handle] for handle in work[: len(landing)]]
-            for number, (message, buffer) in enumerate(landing):
-                for handle in arriving[number] if number < len(arriving) else ():
-                    handle.wait()
-                at = moved.add("move", at)
-                self._unpack(message, buffer, passing)
-                at = moved.add("unpack", at)
-            for handle in work if together else work[len(landing) :]:
-                handle.wait()
-            moved.add("move", at)
-
-    def _operation(self, kind: Callable[..., dist.Work | None], peer: int, buffer: Tensor) -> dist.P2POp:
-        return dist.P2POp(kind, buffer, self.world.index(peer))
-
-    def _landing(self, message: _Message) -> Tensor:
-        whole = message.whole(self.world.device)
-        return self._buffer(message) if whole is None else whole
-
-    def _buffer(self, message: _Message) -> Tensor:
-        return torch.empty(sum(message.counts), dtype=torch.float32, device=self.world.device)
-
-    def _pack(self, message: _Message, passing: Mapping[int, Tensor]) -> Tensor:
-        if (whole := message.whole(self.world.device)) is not None:
-            return whole
-        buffer = self._buffer(message)
-        for number, source, part in message.pieces(buffer):
-            if source is None:
-                part.copy_(passing[number])
-            else:
-                part.view(source.shape).copy_(source)
-        return buffer
-
-    def _unpack(self, message: _Message, buffer: Tensor, passing: dict[int, Tensor]) -> None:
-        if message.whole(self.world.device) is not None:
-            return
-        for number, target, part in message.pieces(buffer):
-            if target is None:
-                passing[number] = part
-            else:
-                target.copy_(part.view(target.shape))
-
 
 def _kind(tensor: BsrTensor) -> str:
     return FLATS[tensor.name.partition("@")[2]]
-
-
-def _post(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
-    return dist.batch_isend_irecv(list(operations)) if operations else []

@@ -18,6 +18,7 @@ from hetero_megatron.annotation import Annotation
 from hetero_megatron.annotation.region import Bounds
 from hetero_megatron.comm.steps import CommPlan
 from hetero_megatron.errors import RuntimeFailure
+from hetero_megatron.runtime.pages import prefer_large_pages
 
 Shape = tuple[int, ...]
 # Megatron's default: large enough for full bandwidth, small enough to travel while the backward pass goes on.
@@ -257,6 +258,7 @@ class State:
             flat = self.flats[name]
             if flat.untyped_storage().nbytes() < flat.nbytes:
                 flat.untyped_storage().resize_(flat.nbytes)
+                prefer_large_pages(flat)
 
     def hold(self) -> None:
         """Give all buffers memory, with zeros."""

@@ -4,10 +4,11 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from hetero_megatron.errors import RuntimeFailure
 from hetero_megatron.models.llama import Llama
-from hetero_megatron.runtime.switch import SwitchReport
+from hetero_megatron.runtime.switch import SwitchReport, switch
 from hetero_megatron.runtime.switcher import Switcher
 from hetero_megatron.runtime.world import World
 from tests.distributed.ranks import run_ranks
@@ -80,3 +81,30 @@ def test_programs_and_ranks_of_another_run_are_refused() -> None:
         "strategy 'other' uses rank 1, which is no process of this run; ranks (0,)",
         "a run needs at least one program",
     )
+
+
+def test_a_switch_that_keeps_the_old_state_can_be_begun_again() -> None:
+    def work(world: World) -> Any:
+        run = switcher(world, "one", "other")
+        before, after = run.sessions.get("one"), run.sessions.get("other")
+        if before:
+            before.step(batches_of(PROGRAMS["one"], 0, sequences(2)))
+        moves = run.moves("one", "other")
+        switch(moves, world, before, after, keep=True)
+        first = after.shards() if after else {}
+        if after:
+            after.state.master.zero_()
+        switch(moves, world, before, after)
+        again = after.shards() if after else {}
+        held = (
+            None if before is None else sum(f.untyped_storage().nbytes() for f in before.state.flats.values())
+        )
+        same = all(
+            torch.equal(again[n][kind], first[n][kind]) for n in first for kind in ("master", "exp_avg")
+        )
+        return same, len(first), held
+
+    found = run_ranks((0, 1), work, 30)
+    assert found[1][0]
+    assert found[1][1] == len(PROGRAMS["one"].annotated.graph.parameters)
+    assert found[0][2] == 0
