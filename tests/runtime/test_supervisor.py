@@ -1,8 +1,11 @@
 """Supervisor and store: who is refused, who is ended, and what is said of it."""
 
+import contextlib
 import json
+import os
 import signal
 import socket
+import threading
 import time
 from dataclasses import asdict
 
@@ -127,3 +130,43 @@ def test_who_wants_to_join_is_taken_in_when_all_have_stopped() -> None:
     assert view is not None
     assert (view.ranks, view.joined, view.iteration) == ((0, 1), (1,), 2)
     assert store.get("enter/1") == b"1"
+
+
+def test_a_node_whose_store_is_gone_says_so() -> None:
+    nodes = {0: (0,), 1: (1,)}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def stays(member: Member) -> None:
+        member.enter()
+        time.sleep(60)
+
+    first = os.fork()
+    if not first:
+        with contextlib.suppress(BaseException):
+            Supervisor(Node((0,), 0, nodes, "127.0.0.1", port, 2), stays).run(60)
+        os._exit(0)
+    killer = threading.Timer(3.0, os.kill, (first, signal.SIGKILL))
+    killer.start()
+    try:
+        with pytest.raises(
+            RuntimeFailure, match=rf"node 1 has lost the store at 127.0.0.1:{port}: the supervisor"
+        ):
+            Supervisor(Node((1,), 1, nodes, "127.0.0.1", port, 2), stays).run(30)
+    finally:
+        killer.join()
+        os.waitpid(first, 0)
+
+
+def test_the_end_of_a_run_is_told_to_whoever_waits_for_the_next_view(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def main(member: Member) -> None:
+        member.enter()
+        if member.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        member.stop(Progress(-1))
+
+    assert Supervisor(Node((0, 1)), main).run(20) == 1
+    assert "error: nobody who is left holds a part of the model" in capfd.readouterr().err
