@@ -5,7 +5,7 @@ travel with the step's own numbers. So every rank leaves the loop after the same
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from hetero_megatron.data.loader import LoadedStep, Loader
@@ -24,12 +24,61 @@ how many targets the run was trained so far."""
 
 
 @dataclass
+class Memory:
+    """What a loop knows besides its session: it outlives the session when ranks are lost.
+
+    Attributes:
+        opened: the data of the latest step, without its micro-batches; `result`, once it counts.
+        counted: the iteration up to which losses, skips and tokens are counted; `finished`: up to which evaluations and
+            saves are done as well.
+        note, refusal: what there is to say of the latest counted step.
+    """
+
+    spikes: SpikeWatch
+    skips: SkipWatch
+    consumed_tokens: int = 0
+    opened: LoadedStep | None = None
+    result: StepResult | None = None
+    counted: int = 0
+    finished: int = 0
+    note: str | None = None
+    refusal: str | None = None
+
+    def count(self, result: StepResult, loaded: LoadedStep) -> None:
+        """Take a step into account, once."""
+        if result.iteration <= self.counted:
+            return
+        numbers = loaded.samples.numbers
+        self.note = self.spikes.add(result, (numbers[0], numbers[-1]))
+        self.refusal = self.skips.add(result)
+        self.consumed_tokens += result.valid_tokens
+        self.counted = result.iteration
+
+    def to_json(self) -> dict[str, object]:
+        """What a checkpoint keeps of it."""
+        return {
+            "spikes": self.spikes.to_json(),
+            "skips": self.skips.count,
+            "consumed_tokens": self.consumed_tokens,
+        }
+
+
+def _no_newcomers() -> bool:
+    return False
+
+
+def _make_no_way() -> None:
+    """Nobody can join a run that is not elastic."""
+
+
+@dataclass
 class Loop:
     """What a rank needs to train until the last step, the end of the data, or a signal.
 
     Attributes:
         facts: what a checkpoint says besides where the run stands: recipe, settings, identity of the data.
         held_out: this rank's micro-batches of every evaluation step.
+        newcomers: whether ranks wait to be taken in; `make_way` leaves the loop for them, between two steps.
     """
 
     session: Session
@@ -38,62 +87,74 @@ class Loop:
     request: StopRequest
     train_iters: int
     skip_nonfinite: bool
-    spikes: SpikeWatch
-    skips: SkipWatch
+    memory: Memory
     facts: Mapping[str, Any]
     told: Told
     checkpoint: CheckpointSection
     evaluation: EvaluationSection | None = None
     held_out: Sequence[Sequence[MicroBatch]] = ()
-    consumed_tokens: int = 0
+    newcomers: Callable[[], bool] = _no_newcomers
+    make_way: Callable[[], None] = _make_no_way
 
     def run(self) -> str:
         """Train; returns which signal ended it, or "" when training is complete.
 
         Whatever was trained is saved at the end, also when the end is a refusal on which all ranks agree: of a step
-        that is not finite where that is not skipped, the state before it.
+        that is not finite where that is not skipped, the state before it. A step that counts already, but was left
+        before its evaluation or save, is finished first.
 
         Raises:
             RuntimeFailure: a step is not finite where that is not skipped, or a peer is gone.
             DataError: a document cannot be read.
             CheckpointError: the last state could not be saved; the checkpoints before are as they were.
         """
-        asked = False
+        asked, memory = False, self.memory
+        if memory.result and memory.opened and memory.finished < memory.result.iteration:
+            asked = self._finish(memory.result, memory.opened)
         while self.session.iteration < self.train_iters and not asked:
             loaded = self.loader.next(self.session.world.device)
             if loaded is None:
                 break
-            votes = (float(bool(self.request)), *self.saver.votes())
+            memory.opened, memory.result = replace(loaded, batches=[]), None
+            votes = (float(bool(self.request)), *self.saver.votes(), float(self.newcomers()))
             result = self.session.step(loaded.batches, True, votes)
-            asked = result.votes[0] > 0
-            self.saver.settle(result.votes[1:])
-            if result.skipped and result.valid_tokens and not self.skip_nonfinite:
-                self.session.take_back()
-                self._refuse(
-                    f"iteration {result.iteration}: {result.skipped}; no rank has updated its weights. Lower "
-                    "training.lr, or pass over such steps with training.nonfinite: skip",
-                    DataPosition(result.iteration - 1, loaded.samples.first),
-                )
-            self.consumed_tokens += result.valid_tokens
-            self._after(result, loaded, asked)
+            asked = self._finish(result, loaded)
+            if result.votes[-1] and not asked:
+                self.make_way()
         ended = self._save(self.loader.position)
         ended = self.saver.finish() or ended
         if isinstance(ended, Failed):
             raise CheckpointError(f"the run ends without its last checkpoint: {ended.text}")
         return (self.request.signal or "a signal to another rank") if asked else ""
 
+    def _finish(self, result: StepResult, loaded: LoadedStep) -> bool:
+        """All that comes after a step; returns whether a rank was asked to stop."""
+        asked, memory = result.votes[0] > 0, self.memory
+        memory.result = result
+        self.saver.settle(result.votes[1:-1])
+        if result.skipped and result.valid_tokens and not self.skip_nonfinite:
+            self.session.take_back()
+            self._refuse(
+                f"iteration {result.iteration}: {result.skipped}; no rank has updated its weights. Lower "
+                "training.lr, or pass over such steps with training.nonfinite: skip",
+                DataPosition(result.iteration - 1, loaded.samples.first),
+            )
+        memory.count(result, loaded)
+        self._after(result, loaded, asked)
+        memory.finished = result.iteration
+        return asked
+
     def _after(self, result: StepResult, loaded: LoadedStep, asked: bool) -> None:
         """Notes, evaluation, save, in an order that all ranks share."""
-        numbers = loaded.samples.numbers
-        note = self.spikes.add(result, (numbers[0], numbers[-1]))
+        memory = self.memory
         measured = None
         if self.evaluation and self._is_due(self.evaluation.interval) and not asked:
             measured = self._evaluate()
-        self.told(result, loaded, measured, note, self.consumed_tokens)
-        refusal = self.skips.add(result)
-        if refusal:
-            self._refuse(refusal, loaded.position)
+        self.told(result, loaded, measured, memory.note, memory.consumed_tokens)
+        if memory.refusal:
+            self._refuse(memory.refusal, loaded.position)
         if self._is_due(self.checkpoint.interval):
+            self.session.enter("saving", result.iteration)
             self._save(loaded.position)
 
     def _refuse(self, why: str, position: DataPosition) -> NoReturn:
@@ -113,10 +174,5 @@ class Loop:
         return Evaluation.of([self.session.evaluate(batches) for batches in self.held_out])
 
     def _save(self, position: DataPosition) -> Saved | Failed | None:
-        memory = {
-            "spikes": self.spikes.to_json(),
-            "skips": self.skips.count,
-            "consumed_tokens": self.consumed_tokens,
-        }
-        payload = {**self.facts, "position": position.sample, "memory": memory}
+        payload = {**self.facts, "position": position.sample, "memory": self.memory.to_json()}
         return self.saver.start(self.session.iteration, payload)

@@ -30,6 +30,7 @@ from hetero_megatron.pipeline.schedule import Tasks
 from hetero_megatron.pipeline.schedule_file import read_csv
 from hetero_megatron.planner.chooser import NamedStrategy
 from hetero_megatron.recipe_data import check_tokens, corpus_settings, refuse_no_folder
+from hetero_megatron.recipe_elastic import ElasticSection, FaultSection
 from hetero_megatron.recipe_model import ModelSection, make_config
 from hetero_megatron.recipe_plan import plan_recipe
 from hetero_megatron.recipe_sections import (
@@ -85,7 +86,7 @@ def _auto(value: object) -> object:
 
 
 class Recipe(Section):
-    """One run: model, cluster, strategy, data, training, kernels, evaluation, checkpoint, logging, output.
+    """One run: model, cluster, strategy, data, training, kernels, evaluation, checkpoint, logging, output, elastic.
 
     >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=100"])
     """
@@ -107,6 +108,7 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
+    elastic: ElasticSection = ElasticSection()
     _file: str = PrivateAttr("recipe")
     _chosen: Strategy | None = PrivateAttr(None)
 
@@ -513,6 +515,8 @@ def _homes() -> dict[str, str]:
         "logging": LoggingSection,
         "data.sources[]": SourceSection,
         "output": OutputSection,
+        "elastic": ElasticSection,
+        "elastic.faults[]": FaultSection,
         "the top level": Recipe,
     }
     homes: dict[str, str] = {}

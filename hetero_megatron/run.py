@@ -70,6 +70,10 @@ class DataPath:
         made = make_batches(self.packing, share, number, program.token_multiple(number))
         return [batch.on(device) for batch in made]
 
+    def under(self, recipe: Recipe, program: Program, config: LlamaConfig) -> "DataPath":
+        """The same steps, shared over the pipelines of another program."""
+        return replace(self, packing=_packing(self.steps, self.section, recipe, program, config))
+
     def identity(self) -> dict[str, object]:
         """What decides which tokens sample k has: two runs with equal ones go through the same samples."""
         section = self.section
@@ -123,9 +127,20 @@ class Run:
         Raises:
             CheckpointError: ranks see different checkpoints, or a damaged one was asked for; the same on every rank.
         """
-        settings_at = _settings_at(self.recipe, self.data)
+        settings_at = settings_of(self.recipe, self.data)
         start = agree_on_start(world, self.start, self.recipe, self.program, settings_at, self.identity)
         return self if start is self.start else replace(self, start=start, settings=start.settings)
+
+    def under(self, program: Program) -> "Run":
+        """This run under another strategy: the same samples in the same steps, shared over other pipelines."""
+        if program is self.program:
+            return self
+        return replace(
+            self,
+            program=program,
+            data=self.data.under(self.recipe, program, self.config),
+            held_out=self.held_out and self.held_out.under(self.recipe, program, self.config),
+        )
 
     def held_out_batches(self, rank: int, device: torch.device) -> list[list[MicroBatch]]:
         """This rank's micro-batches of every evaluation step: the same samples each time."""
@@ -165,7 +180,7 @@ def prepare(recipe: Recipe) -> Run:
         identity = {"seed": recipe.training.seed, **data.identity()}
         if recipe.weights_folder is not None:
             say(f"first weights: those of {recipe.weights_folder}, where there is no checkpoint")
-        start = find_start(recipe, program, _settings_at(recipe, data), identity, say)
+        start = find_start(recipe, program, settings_of(recipe, data), identity, say)
         return Run(
             recipe,
             config,
@@ -181,7 +196,7 @@ def prepare(recipe: Recipe) -> Run:
         )
 
 
-def _settings_at(recipe: Recipe, data: DataPath) -> SettingsAt:
+def settings_of(recipe: Recipe, data: DataPath) -> SettingsAt:
     """The optimizer's settings of a run that goes on from a position; under `train_epochs` its length depends on it.
 
     Steps that were made before may have been of another size, or on other data.
@@ -231,16 +246,27 @@ def _data_path(
     for report in long_document_reports(samples):
         say(f"evaluation.data: {report}" if evaluation else str(report))
     steps = Steps(samples, rows, length, section.packing, epochs, section.last_batch)
+    packing = _packing(steps, section, recipe, program, config)
+    if section.packing == "rows" and program.strategy.schedule_tasks and not evaluation:
+        check_last_step(steps, _sizes(program))
+    return DataPath(steps, packing, section, fingerprint, tokenizer)
+
+
+def _sizes(program: Program) -> list[tuple[int, int]]:
+    return [(p.micro_batches, p.micro_batch_size) for p in program.strategy.pipelines]
+
+
+def _packing(
+    steps: Steps, section: DataSection, recipe: Recipe, program: Program, config: LlamaConfig
+) -> Packing:
+    """How the samples of a step are shared over the pipelines of a program."""
+    samples, length = steps.samples, recipe.training.seq_length
     if section.packing == "rows":
-        sizes = [(p.micro_batches, p.micro_batch_size) for p in program.strategy.pipelines]
-        packing = RowPacking(samples, rows, sizes)
-        if program.strategy.schedule_tasks and not evaluation:
-            check_last_step(steps, sizes)
-        return DataPath(steps, packing, section, fingerprint, tokenizer)
+        return RowPacking(samples, recipe.training.global_batch_size, _sizes(program))
     lanes = lanes_of(program, length)
     linear = flops_per_token(config, 0)
     cost = flop_cost(linear, flops_per_token(config, 1) - linear, lanes)
-    return DataPath(steps, DocumentPacking(samples, length, lanes, cost), section, fingerprint, tokenizer)
+    return DocumentPacking(samples, length, lanes, cost)
 
 
 def _fingerprint(source: Source) -> str:

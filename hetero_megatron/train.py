@@ -9,6 +9,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -17,7 +18,7 @@ from hetero_megatron.data.loader import Loader
 from hetero_megatron.errors import HeteroError, StrategyError
 from hetero_megatron.journal import Journal
 from hetero_megatron.layers.initial import initial_value, initial_values
-from hetero_megatron.loop import Loop
+from hetero_megatron.loop import Loop, Memory
 from hetero_megatron.models.hf_weights import hf_initial
 from hetero_megatron.recipe import load_recipe
 from hetero_megatron.report import short_strategy, strategy_table
@@ -37,6 +38,9 @@ from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.runtime.world import World
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
+if TYPE_CHECKING:
+    from hetero_megatron.elastic import Place
+
 
 def start_session(run: Run, world: World) -> Session:
     """A Session with the weights of a checkpoint, of a Hugging Face folder, or with initial ones by name and index."""
@@ -46,7 +50,7 @@ def start_session(run: Run, world: World) -> Session:
         run.program,
         world,
         dict(run.model.named_modules()),
-        _initial(run, world.device),
+        initial_of(run, world.device),
         run.settings,
         DTYPES[training.precision],
         run.kernels.load(),
@@ -57,7 +61,7 @@ def start_session(run: Run, world: World) -> Session:
     return session
 
 
-def _initial(run: Run, device: torch.device) -> Callable[[ParameterSlot], torch.Tensor]:
+def initial_of(run: Run, device: torch.device) -> Callable[[ParameterSlot], torch.Tensor]:
     """The first value of a shard, which no strategy changes (DESIGN decision 5)."""
     folder = run.recipe.weights_folder
     if run.start.saved is not None:
@@ -75,11 +79,10 @@ def _initial(run: Run, device: torch.device) -> Callable[[ParameterSlot], torch.
 def train_rank(run: Run, world: World, loader: Loader, request: StopRequest) -> None:
     """Train on this rank; the lowest rank writes the log and the metrics and prints the summary."""
     session = start_session(run, world)
-    recipe, memory = run.recipe, run.start.memory
+    recipe = run.recipe
     section = recipe.checkpoint
     with Journal.kept(run, session) as journal:
         saver = Saver(run.folder, session, section.keep_last, section.asynchronous, say=journal.say)
-        spikes = recipe.logging.spike_factor
         loop = Loop(
             session,
             loader,
@@ -87,19 +90,30 @@ def train_rank(run: Run, world: World, loader: Loader, request: StopRequest) -> 
             request,
             run.settings.train_iters,
             recipe.training.nonfinite == "skip",
-            SpikeWatch.from_json(spikes, memory["spikes"]) if memory else SpikeWatch(spikes),
-            SkipWatch(recipe.training.nonfinite_limit, memory.get("skips", 0)),
-            facts=_facts(run),
+            memory_of(run),
+            facts=facts_of(run),
             told=journal.step,
             checkpoint=section,
             evaluation=recipe.evaluation,
             held_out=run.held_out_batches(world.rank, world.device),
-            consumed_tokens=memory.get("consumed_tokens", 0),
         )
         journal.end(loop.run())
 
 
-def _facts(run: Run) -> dict[str, object]:
+def memory_of(run: Run) -> Memory:
+    """What the loop of a run begins with: anew, or what the checkpoint kept."""
+    recipe, saved = run.recipe, run.start.memory
+    factor = recipe.logging.spike_factor
+    return Memory(
+        SpikeWatch.from_json(factor, saved["spikes"]) if saved else SpikeWatch(factor),
+        SkipWatch(recipe.training.nonfinite_limit, saved.get("skips", 0)),
+        saved.get("consumed_tokens", 0),
+        counted=run.start.iteration,
+        finished=run.start.iteration,
+    )
+
+
+def facts_of(run: Run) -> dict[str, object]:
     """What a checkpoint says besides where the run stands."""
     return {
         "settings": run.settings.to_json(),
@@ -110,8 +124,10 @@ def _facts(run: Run) -> dict[str, object]:
     }
 
 
-def start(run: Run, environment: Mapping[str, str]) -> int:
+def start(run: Run, environment: Mapping[str, str], elastic: "Place | None" = None) -> int:
     """Train: as one process of the launcher that the environment tells of, or with ranks of its own.
+
+    With `elastic`, ranks go on when one of them is lost; a launcher, which ends all of them then, has no part in it.
 
     Returns:
         The exit code, 0 when every rank succeeded.
@@ -119,7 +135,7 @@ def start(run: Run, environment: Mapping[str, str]) -> int:
     Raises:
         StrategyError: there are not as many processes or GPUs as the strategy has ranks.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
+    if elastic is None and "RANK" in environment and "WORLD_SIZE" in environment:
         with run.recipe.named():
             pretrain_under_launcher(
                 run,
@@ -129,6 +145,10 @@ def start(run: Run, environment: Mapping[str, str]) -> int:
             )
         return 0
     with run.recipe.named():
+        if elastic is not None:
+            from hetero_megatron.elastic import pretrain_elastic
+
+            return pretrain_elastic(run, elastic)
         return pretrain(run)
 
 
@@ -141,9 +161,9 @@ def pretrain(run: Run) -> int:
     torch.set_num_threads(1)
     strategy = run.program.strategy
     ranks = strategy.ranks
-    _check_gpus(run.device, len(ranks))
+    check_gpus(run.device, len(ranks))
     preload(any(stage.recompute for pipeline in strategy.pipelines for stage in pipeline.stages))
-    _announce(run)
+    announce(run)
 
     request = StopRequest()
 
@@ -169,14 +189,14 @@ def pretrain_under_launcher(run: Run, index: int, local_index: int, processes: i
         )
     # A launcher may show each process one GPU of its own.
     if torch.cuda.device_count() > 1:
-        _check_gpus(run.device, local_index + 1)
+        check_gpus(run.device, local_index + 1)
     if run.device == "cpu":
         torch.set_num_threads(1)
         use_batch_scheduling()
     request = StopRequest()
     with end_at_once(ranks[index]), request.listening():
         if index == 0:
-            _announce(run)
+            announce(run)
         _work(run, None, ranks[index], local_index, request)
 
 
@@ -198,12 +218,12 @@ def _work(run: Run, rendezvous: Rendezvous | None, rank: int, local_index: int, 
 
 def _join(run: Run, rendezvous: Rendezvous | None, local_index: int) -> World:
     """Meet the other ranks, once the kernels of this one are found to load."""
-    device = _device(run.device, local_index)
+    device = device_of(run.device, local_index)
     run.kernels.load()
     return World.join(rendezvous, run.program.strategy.ranks, device)
 
 
-def _announce(run: Run) -> None:
+def announce(run: Run) -> None:
     """Print what is fixed before the first step: who does what, and with which kernels."""
     console = Console()
     console.print(strategy_table(run.program.strategy))
@@ -221,7 +241,7 @@ def _nothing(text: str) -> None:
     del text
 
 
-def _check_gpus(kind: str, needed: int) -> None:
+def check_gpus(kind: str, needed: int) -> None:
     """Two ranks on one GPU would fail late, deep in the communication library."""
     if kind == "cuda" and torch.cuda.device_count() < needed:
         raise StrategyError(
@@ -230,7 +250,8 @@ def _check_gpus(kind: str, needed: int) -> None:
         )
 
 
-def _device(kind: str, index: int) -> torch.device:
+def device_of(kind: str, index: int) -> torch.device:
+    """The device of a rank, the `index`-th of its machine."""
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", index % torch.cuda.device_count())

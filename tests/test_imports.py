@@ -22,6 +22,8 @@ FLOORS: tuple[
             "program",
             "switch_plan",
             "switch_rounds",
+            "shrink",
+            "losses",
             "length_range",
             "recompute",
             "activations",
@@ -52,6 +54,8 @@ FLOORS: tuple[
             "journal",
             "loop",
             "train",
+            "elastic",
+            "recipe_elastic",
             "cli",
             "__main__",
         )

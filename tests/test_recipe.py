@@ -157,6 +157,7 @@ def test_the_json_schema_admits_shorthands_and_names_every_section() -> None:
         "evaluation",
         "checkpoint",
         "logging",
+        "elastic",
         "output",
     }
     assert "string" in json.dumps(schema["properties"]["model"])
@@ -202,7 +203,7 @@ def test_the_nearest_name_looks_at_letters_and_parts() -> None:
         ("trainning.lr=1", "FILE: trainning: unknown key; did you mean training?"),
         (
             "extras.a=1",
-            "FILE: extras: unknown key; known here: checkpoint, cluster, data, evaluation, kernels, "
+            "FILE: extras: unknown key; known here: checkpoint, cluster, data, elastic, evaluation, kernels, "
             "logging, model, output, strategy, training",
         ),
         (

@@ -40,7 +40,30 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 
 @app.command()
-def pretrain(recipe: RecipeFile, overrides: Overrides = None, settings: Settings = None) -> None:
+def pretrain(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    settings: Settings = None,
+    elastic: Annotated[
+        bool,
+        typer.Option("--elastic", help="Go on with the others when ranks are lost (recipe section elastic)."),
+    ] = False,
+    node_rank: Annotated[
+        int,
+        typer.Option(
+            "--node-rank", metavar="N", help="Of an elastic run on several nodes: which of them this is."
+        ),
+    ] = 0,
+    endpoint: Annotated[
+        str | None, typer.Option("--endpoint", metavar="HOST:PORT", help="Where its node 0 listens.")
+    ] = None,
+    nodes_present: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes-present", metavar="K", help="How many nodes it begins with; the others come later."
+        ),
+    ] = None,
+) -> None:
     """Train: start the local ranks (or join torchrun's) and write metrics into the run folder.
 
     A run that was stopped or killed goes on from its newest checkpoint.
@@ -51,8 +74,10 @@ def pretrain(recipe: RecipeFile, overrides: Overrides = None, settings: Settings
 
     checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
     from hetero_megatron import train
+    from hetero_megatron.elastic import Place
 
-    raise typer.Exit(train.start(train.prepare(checked), os.environ))
+    place = Place(node_rank, endpoint, nodes_present) if elastic else None
+    raise typer.Exit(train.start(train.prepare(checked), os.environ, place))
 
 
 @app.command()

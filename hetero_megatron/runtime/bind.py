@@ -66,6 +66,25 @@ class Sharing:
         return tuple(id(plans[name]) for each in self.programs for plans in (each.posts, each.pres))
 
 
+def placements(
+    program: Program, executable: ExecutableGraph, sharing: Sharing | None = None
+) -> list[Placement]:
+    """The parameters of a rank with the layouts and plans of their gradients and states."""
+    graph, states = program.annotated.graph, program.annotated.states
+    return [
+        Placement(
+            post.name,
+            graph.parameter_shape(post.name),
+            program.plan[post.name],
+            states[post.name],
+            program.posts[post.name],
+            program.pres[post.name],
+            (sharing or Sharing()).kin(post.name),
+        )
+        for post in executable.post
+    ]
+
+
 class BoundStage:
     """Executes the actions of this rank's stage."""
 
@@ -129,20 +148,7 @@ class BoundStage:
         sharing: Sharing,
     ) -> State:
         program = self._program
-        graph, states = program.annotated.graph, program.annotated.states
-        local = [
-            Placement(
-                post.name,
-                graph.parameter_shape(post.name),
-                program.plan[post.name],
-                states[post.name],
-                program.posts[post.name],
-                program.pres[post.name],
-                sharing.kin(post.name),
-            )
-            for post in executable.post
-        ]
-        buckets = lay_out(self.world.rank, local, bucket_elements)
+        buckets = lay_out(self.world.rank, placements(program, executable, sharing), bucket_elements)
         offload = program.strategy.offload_optimizer
         state = State(buckets, self.dtype, self.world.device, offload, held=False, shared=sharing.state)
         state.attach(modules)

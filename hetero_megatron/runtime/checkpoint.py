@@ -281,6 +281,14 @@ class Saver:
             outcome = self.settle(self._all_sum(self.votes()))
         return outcome
 
+    def abandon(self) -> None:
+        """Stop what is under way on this rank alone, because others are gone; what is half written is no checkpoint."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.cancelled.set()
+            if pending.thread is not None:
+                pending.thread.join(self._patience)
+
     def _is_working(self, patience: float = 0.0) -> bool:
         """Whether this rank's thread still runs after at most `patience` seconds."""
         thread = self._pending.thread if self._pending else None

@@ -16,7 +16,10 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import torch.distributed as dist
 
 from hetero_megatron.errors import HeteroError
 from hetero_megatron.runtime.stopping import StopRequest
@@ -25,6 +28,7 @@ _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 3.0
 # How gloo words the end of a peer.
 _LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "Connection refused")
+_PEERS = ("gloo/", "Gloo ", "NCCL", *_LOST, "Timed out waiting", "timed out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +76,15 @@ def fork_ranks(
         pids: list[int] = []
         try:
             for index, rank in enumerate(ranks):
-                with _interrupts_wait() as resume:
-                    pids.append(_fork(Rendezvous(index, count, store), main, rank, resume))
+                with interrupts_wait() as resume:
+                    pids.append(fork_one(partial(main, Rendezvous(index, count, store)), rank, resume))
             return _reap(pids, ranks, timeout_s, request)
         finally:
-            _kill(pids)
+            kill_all(pids)
 
 
 @contextlib.contextmanager
-def _interrupts_wait() -> Iterator[Callable[[], None]]:
+def interrupts_wait() -> Iterator[Callable[[], None]]:
     """An interrupt that comes inside is raised at its end, or when the function that is given has run.
 
     Between a fork and the note of its process id, an exception would leave a rank behind. Blocking the signal would
@@ -109,9 +113,7 @@ def _nothing() -> None:
     """No interrupt was held back."""
 
 
-def _fork(
-    rendezvous: Rendezvous, main: Callable[[Rendezvous], None], rank: int, resume: Callable[[], None]
-) -> int:
+def fork_one(main: Callable[[], None], rank: int, resume: Callable[[], None]) -> int:
     """Process id of a rank that runs `main`; `resume` is called in it when it can be interrupted."""
     parent = os.getpid()
     pid = os.fork()
@@ -123,7 +125,7 @@ def _fork(
         use_batch_scheduling()
         with end_at_once(rank):
             resume()
-            main(rendezvous)
+            main()
         sys.stdout.flush()
         code = 0
     finally:
@@ -151,7 +153,7 @@ def end_at_once(rank: int) -> Iterator[None]:
         try:
             if not isinstance(error, KeyboardInterrupt):
                 # In one piece: several ranks often say the same at the same time.
-                sys.stderr.write(_told(error, rank) + "\n")
+                sys.stderr.write(told(error, rank) + "\n")
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
@@ -164,12 +166,24 @@ def use_batch_scheduling() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _told(error: BaseException, rank: int) -> str:
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an operation with other ranks failed because one of them has ended."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and "gloo/transport" in text and any(end in text for end in _LOST)
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether an operation failed because of its other end, its connection, or a wait for it that took too long."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _PEERS)
+
+
+def told(error: BaseException, rank: int) -> str:
     """What a person reads of a failure: a refusal or a lost peer in one line, a defect with its traceback."""
     if isinstance(error, HeteroError):
         return f"error: {error}"
-    text = str(error)
-    if isinstance(error, RuntimeError) and "gloo/transport" in text and any(end in text for end in _LOST):
+    if is_lost_connection(error):
         return f"error: rank {rank} has lost its connection to another one, which has ended"
     return f"rank {rank} failed:\n{traceback.format_exc()}"
 
@@ -181,12 +195,12 @@ def _reap(
     alive, code, passed_on = set(pids), 0, False
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while alive:
-        for pid, ended in _ended(alive):
+        for pid, ended in ended_of(alive):
             alive.discard(pid)
             if ended and not code:
                 code = 128 - ended if ended < 0 else ended
                 if ended < 0:
-                    print(_killed(ranks[pids.index(pid)], -ended), file=sys.stderr, flush=True)
+                    print(killed_text(ranks[pids.index(pid)], -ended), file=sys.stderr, flush=True)
                 grace = time.monotonic() + _GRACE_SECONDS
                 deadline = grace if deadline is None else min(deadline, grace)
         if deadline is not None and time.monotonic() > deadline:
@@ -200,7 +214,7 @@ def _reap(
     return code
 
 
-def _ended(alive: Collection[int]) -> list[tuple[int, int]]:
+def ended_of(alive: Collection[int]) -> list[tuple[int, int]]:
     """Who has just ended, with exit codes; killed ones first, because the others may have failed for want of them."""
     found: dict[int, int] = {}
     for _ in range(2):  # who was looked at before being killed is seen the second time
@@ -214,13 +228,14 @@ def _ended(alive: Collection[int]) -> list[tuple[int, int]]:
     return sorted(found.items(), key=lambda each: each[1] >= 0)
 
 
-def _killed(rank: int, number: int) -> str:
+def killed_text(rank: int, number: int) -> str:
+    """What is said of a rank that signal `number` has ended."""
     why = ": by someone, or by the system because memory ran out" if number == signal.SIGKILL else ""
     return f"error: rank {rank} was killed by {signal.Signals(number).name}{why}"
 
 
-def _kill(pids: Sequence[int]) -> None:
-    """All at once, before one of them reports that another is gone."""
+def kill_all(pids: Sequence[int]) -> None:
+    """All at once, before one of them reports that another is gone; none is left, not even as a zombie."""
     alive = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):

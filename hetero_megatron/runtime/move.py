@@ -53,8 +53,15 @@ class Moves:
         after: State | None,
         message_bytes: int = MESSAGE_BYTES,
         routes: Sequence[Route] | None = None,
+        acting: Mapping[int, int] | None = None,
+        shadows: Mapping[int, State] | None = None,
     ) -> None:
-        """Nothing is sent, no memory taken. `routes`: where the plan's transfers take a way over other ranks."""
+        """Nothing is sent, no memory taken. `routes`: where the plan's transfers take a way over other ranks.
+
+        `acting`: who sends in place of a rank that is gone, from a copy of its state; `shadows` are the copies that
+        this rank has of ranks in whose place it acts. Not together with `routes`.
+        """
+        self._acting, self._shadows = dict(acting or {}), dict(shadows or {})
         self.plan, self.world = plan, world
         self._before, self._after = before, after
         self._scheme = plan.scheme()
@@ -80,7 +87,7 @@ class Moves:
         self._steps = tuple(
             _Step(
                 tuple(name for name, at in first.items() if at == place),
-                tuple(self._copies(each)),
+                (*self._copies(each), *self._own_shadows(each)),
                 tuple(self._wave(wave) for wave in each.waves),
                 tuple(name for name, at in last.items() if at == place),
             )
@@ -96,9 +103,23 @@ class Moves:
 
     def _wave(self, wave: Wave) -> message.Wave:
         rank = self.world.rank
-        sends = tuple(self._message(pair[1], parts) for pair, parts in wave.items() if pair[0] == rank)
-        receives = tuple(self._message(pair[0], parts) for pair, parts in wave.items() if pair[1] == rank)
+        ends = [((self._actor(src), dst), parts) for (src, dst), parts in wave.items()]
+        sends = tuple(self._message(dst, parts) for (src, dst), parts in ends if src == rank != dst)
+        receives = tuple(self._message(src, parts) for (src, dst), parts in ends if dst == rank != src)
         return sends, receives
+
+    def _actor(self, rank: int) -> int:
+        """Who sends what `rank` is to send."""
+        return self._acting.get(rank, rank)
+
+    def _own_shadows(self, each: Round) -> Iterator[tuple[Place, Place]]:
+        """What this rank has a copy of and needs itself."""
+        for wave in each.waves:
+            for (src, dst), numbers in wave.items():
+                if src in self._shadows and dst == self.world.rank:
+                    for number in numbers:
+                        transfer = self._scheme.transfers[number]
+                        yield self._leaving(transfer), self._coming(transfer)
 
     def _message(self, peer: int, numbers: Sequence[int]) -> Message:
         # Moments were planned in reverse; in the parameters' order more slices follow one another in memory.
@@ -106,7 +127,7 @@ class Moves:
         transfers = [self._scheme.transfers[number] for number in numbers]
         places = [
             self._leaving(each)
-            if each.src == self.world.rank
+            if self._actor(each.src) == self.world.rank
             else self._coming(each)
             if each.dst == self.world.rank
             else None
@@ -116,6 +137,9 @@ class Moves:
         return Message.of(peer, numbers, places, counts)
 
     def _leaving(self, moved: BsrCopy | BsrTransfer) -> Place:
+        shadow = self._shadows.get(moved.src) if isinstance(moved, BsrTransfer) else None
+        if shadow is not None:
+            return self._place(shadow.flats, {slot.name: slot for slot in shadow.slots}, moved)
         return self._place(self._before_flats, self._old, moved)
 
     def _coming(self, moved: BsrCopy | BsrTransfer) -> Place:

@@ -24,6 +24,7 @@ from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.bind import BoundStage, Sharing
 from hetero_megatron.runtime.binding import Kernels
 from hetero_megatron.runtime.clock import KINDS, Clock
+from hetero_megatron.runtime.copies import Copies
 from hetero_megatron.runtime.learning_rate import learning_rate
 from hetero_megatron.runtime.optimizer import (
     AdamKernel,
@@ -38,6 +39,11 @@ from hetero_megatron.runtime.sync import GradientSync, ParameterGather
 from hetero_megatron.runtime.world import Groups, World
 
 GradientHook = Callable[[ParameterSlot, Tensor, float], None]
+PhaseHook = Callable[[str, int], None]
+Agreed = tuple[int, tuple[float, ...]]
+"""A step that counts, and the numbers that its ranks have agreed on."""
+
+_PHASES = {"F": "forward", "B": "backward"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,13 @@ class Session:
         self.iteration = 0
         self.skipped_iterations = 0
         self.gradient_hook: GradientHook | None = None
-        self._adam: AdamKernel = kernels.get("adam", fused_adamw)
+        # Told of every phase of a step (`runtime.board.PHASES`) as it begins, with the iteration.
+        self.phase_hook: PhaseHook | None = None
+        # What the ranks have agreed on in the last step that this rank knows to count.
+        self.agreed: Agreed | None = None
+        # Copies of shards that are in danger, if this run keeps any.
+        self.copies: Copies | None = None
+        self.adam: AdamKernel = kernels.get("adam", fused_adamw)
         if initial is None:
             self.state.release(*self.state.flats)
         else:
@@ -170,6 +182,7 @@ class Session:
         self.sync.begin()
         loss_sum = self._run_schedule(actions, batches)
         at = time.perf_counter()
+        self.enter("gradient sync")
         self.sync.finish()
         self.clock.add("communication", at)
         return self._finish(loss_sum, self._valid_tokens(batches), began, skip_nonfinite, votes)
@@ -196,6 +209,7 @@ class Session:
         actions = self.program.forward_actions(self.world.rank, len(batches))
         agree_on_micro_batches(self.program, self.world, self.groups, whole)
         self.gather.finish()
+        self.enter("evaluation", self.iteration)
         with torch.no_grad():
             loss_sum = self._run_schedule(actions, batches)
         numbers = torch.cat([self._valid_tokens(batches), loss_sum.reshape(1)])
@@ -215,6 +229,8 @@ class Session:
         last = {item.chunk: item for item in actions if isinstance(item, Action) and item.kind == "B"}
         for item in actions:
             if isinstance(item, Action):
+                if torch.is_grad_enabled():
+                    self.enter(_PHASES[item.kind[0]])
                 is_last = last.get(item.chunk) is item
                 names = self.stage.parameters_of(item.chunk) if is_last else ()
                 with self.sync.last_backward(names) if names else nullcontext():
@@ -245,39 +261,81 @@ class Session:
         at = time.perf_counter()
         numbers = torch.stack([count[0], loss_sum, squared_norm(self.state).to(count.device)])
         self.clock.add("compute", at)
+        if self.copies is not None:
+            at = time.perf_counter()
+            self.copies.exchange()
+            self.clock.add("communication", at)
         elapsed = time.perf_counter() - began
         own = numbers.new_tensor([elapsed, *(self.clock.seconds[kind] for kind in KINDS), *votes])
-        divisor, loss_total, squares, whole, *others = self._all_sum(torch.cat([numbers, own]))
+        self.enter("agreement")
+        agreed = tuple(self._all_sum(torch.cat([numbers, own])))
+        # From here on the step counts: every rank has its synchronised gradients, and a rank alone could go on.
+        self.agreed = (self.iteration + 1, agreed)
+        result = self._update(agreed, began, skip_nonfinite, self._blame)
+        if not result.skipped:
+            at = time.perf_counter()
+            self.enter("parameter gather", self.iteration)
+            self.gather.start()
+            self.clock.add("communication", at)
+        self.enter("between two steps")
+        return result
+
+    def complete(self, agreed: Sequence[float]) -> StepResult:
+        """Make the update of a step that other ranks know to count, with the numbers that were agreed on; local.
+
+        For a rank that has lost its peers while it waited for these numbers. Parameters are not made anew.
+        """
+        self.agreed = (self.iteration + 1, tuple(agreed))
+        return self._update(agreed, time.perf_counter(), True, _unknown_fault)
+
+    def let_go(self) -> None:
+        """Forget everything that holds a connection; `complete` and to move the state elsewhere is what is left."""
+        for name in ("stage", "sync", "gather", "groups", "world"):
+            delattr(self, name)
+        if self.copies is not None:
+            self.copies.let_go()
+
+    def _update(
+        self, agreed: Sequence[float], began: float, skip_nonfinite: bool, blame: Callable[[float], str]
+    ) -> StepResult:
+        """Everything behind the agreement that needs nobody, but for the search for the origin of a nan."""
+        iteration = self.iteration + 1
+        self.enter("committed", iteration)
+        divisor, loss_total, squares, whole, *others = agreed
         parts, voted = others[: len(KINDS)], tuple(others[len(KINDS) :])
         norm = (squares**0.5) / divisor if divisor else 0.0
         loss = loss_total / divisor if divisor else 0.0
-        self.iteration += 1
-        lr = learning_rate(self.settings, self.iteration)
+        lr = learning_rate(self.settings, iteration)
         skipped = ""
         if not divisor:
             skipped = "0 tokens: nothing to predict in this step"
         elif not (math.isfinite(norm) and math.isfinite(loss)):
-            skipped = self._blame(loss)
+            skipped = blame(loss)
             if not skip_nonfinite:
-                raise RuntimeFailure(
-                    f"iteration {self.iteration}: {skipped}; no rank has updated its weights"
-                )
+                self.iteration = iteration
+                raise RuntimeFailure(f"iteration {iteration}: {skipped}; no rank has updated its weights")
         if skipped:
             self.skipped_iterations += 1
         else:
             at = time.perf_counter()
             scale = divisor / clip_factor(norm, self.settings.clip_grad)
-            update(self.state, self.settings, lr, scale, self._adam)
+            self.enter("update", iteration)
+            update(self.state, self.settings, lr, scale, self.adam)
+            if self.copies is not None:
+                self.copies.update(lr, scale)
             self.clock.add("compute", at)
-            at = time.perf_counter()
-            self.gather.start()
-            self.clock.add("communication", at)
+        self.iteration = iteration
         step = time.perf_counter() - began
         # Shares of all ranks' time: one that waits for this one to begin has been in the step for longer.
         seconds = {kind: step * part / whole for kind, part in zip(KINDS, parts, strict=True)} | {
             "step": step
         }
-        return StepResult(self.iteration, loss, norm, lr, int(divisor), skipped, seconds, voted)
+        return StepResult(iteration, loss, norm, lr, int(divisor), skipped, seconds, voted)
+
+    def enter(self, phase: str, iteration: int | None = None) -> None:
+        """Say that a phase of a step begins."""
+        if self.phase_hook is not None:
+            self.phase_hook(phase, self.iteration + 1 if iteration is None else iteration)
 
     def _all_sum(self, values: Tensor) -> list[float]:
         if len(self.world.ranks) > 1:
@@ -329,3 +387,8 @@ class Session:
                 {kind: view(flat, slot).clone() for kind, flat in flats.items()}
             )
         return found
+
+
+def _unknown_fault(loss: float) -> str:
+    """Why a step is skipped, on a rank that cannot ask the others."""
+    return "the loss or the gradient norm is not finite" if math.isfinite(loss) else "the loss is not finite"

@@ -54,6 +54,37 @@ class World:
             dist.init_process_group(
                 backend, store=store, rank=rendezvous.index, world_size=rendezvous.size, timeout=timeout
             )
+        return World._met(ranks, device, timeout)
+
+    @staticmethod
+    def over(
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        device: torch.device,
+        timeout_s: float = 600.0,
+        local: bool = True,
+    ) -> "World":
+        """Connect to the other processes over a store of this run's own, with all connections made at once.
+
+        `local`: all of them are on this machine.
+
+        A connection that is made at first use does not show that its other end is gone until long after the time-out.
+        """
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+        if local:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        ordered, timeout = sorted(ranks), datetime.timedelta(seconds=timeout_s)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=ordered.index(rank), world_size=len(ordered), timeout=timeout
+        )
+        return World._met(ordered, device, timeout)
+
+    @staticmethod
+    def _met(ranks: Sequence[int], device: torch.device, timeout: datetime.timedelta) -> "World":
+        """The world once torch.distributed has started."""
+        backend = dist.get_backend()
         if dist.get_world_size() != len(ranks):
             raise RuntimeFailure(
                 f"{dist.get_world_size()} processes were started, the strategy has {len(ranks)} ranks; start one per rank"

@@ -247,7 +247,7 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_leaves_no_process(recipe:
         ),
         (
             ["extra.a=1"],
-            "extra: unknown key; known here: checkpoint, cluster, data, evaluation, kernels, logging, model, output, ",
+            "extra: unknown key; known here: checkpoint, cluster, data, elastic, evaluation, kernels, logging, ",
         ),
         (["training.hidden_size=3"], "training.hidden_size: unknown key here; hidden_size belongs to model"),
         (["model=llama_9b"], "model.preset: there is no model 'llama_9b'; did you mean llama_7b?"),

@@ -240,15 +240,15 @@ def test_ranks_can_be_started_from_another_thread() -> None:
 def test_when_not_all_ranks_can_be_started_the_first_ones_are_killed(
     pid_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fork, parent = launch._fork, os.getpid()
+    fork, parent = launch.fork_one, os.getpid()
 
-    def fails_at_the_third(rendezvous: Rendezvous, *arguments: Any) -> int:
-        if rendezvous.index == 2:
+    def fails_at_the_third(main: Any, rank: int, resume: Any) -> int:
+        if rank == 2:
             pids(pid_files, 2)
             raise BlockingIOError("no more processes")
-        return fork(rendezvous, *arguments)
+        return fork(main, rank, resume)
 
-    monkeypatch.setattr(launch, "_fork", fails_at_the_third)
+    monkeypatch.setattr(launch, "fork_one", fails_at_the_third)
     with pytest.raises(BlockingIOError):
         fork_ranks(3, noted(pid_files, lambda _: time.sleep(NEVER)), 30)
     assert os.getpid() == parent

@@ -1,0 +1,54 @@
+"""The `elastic` section of a recipe: what a run does about lost ranks, with `pretrain --elastic`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hetero_megatron.recipe_sections import Count, Section
+
+Seconds = Annotated[float, Field(gt=0, strict=False)]
+
+
+class FaultSection(Section):
+    """A fault on purpose, for tests and demonstrations.
+
+    `kind` happens to `rank` when it comes to `phase` of step `iteration` for the `occurrence`-th time; `seconds` is the
+    length of a `delay`.
+    """
+
+    kind: Literal["kill", "stop", "delay", "drop"]
+    rank: Annotated[int, Field(ge=0)]
+    iteration: Annotated[int, Field(ge=0)]
+    phase: Literal[
+        "between two steps",
+        "forward",
+        "backward",
+        "gradient sync",
+        "agreement",
+        "committed",
+        "update",
+        "parameter gather",
+        "evaluation",
+        "saving",
+        "switching",
+        "leaving",
+    ]
+    occurrence: Count = 1
+    seconds: Seconds = 1.0
+
+
+class ElasticSection(Section):
+    """What keeps a run going when ranks are lost.
+
+    `copies`: what a rank alone holds of the optimizer's states is kept by another one, too.
+    `returning`: a lost rank is started anew and taken in at the end of a step.
+    `heartbeat_s`: a rank without a sign of life for so long is ended; `phase_s`: one that stays in one place of a step.
+    `timeout_s`: how long one message may take. `faults`: what is to go wrong.
+    """
+
+    copies: bool = True
+    returning: bool = False
+    heartbeat_s: Seconds = 5.0
+    phase_s: Seconds = 600.0
+    timeout_s: Seconds = 60.0
+    faults: tuple[FaultSection, ...] = Field(default=(), strict=False)
