@@ -31,8 +31,8 @@ from hetero_megatron.strategy import Stage, Strategy
 
 HORIZON_SECONDS = 1800.0
 """Seconds until the next change, where nobody knows better."""
-KEPT_DRAFTS = 40
-CLIMBED = 60
+KEPT_DRAFTS = 24
+CLIMBED = 40
 """Changes of the best repair that are looked at."""
 RANKED = 8
 """Drafts that get ranks, and whose movement is counted."""
