@@ -7,20 +7,24 @@ pipelines, and also through pipelines before stages, whichever is faster.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from hetero_megatron.cluster import Cluster, DeviceKind
 from hetero_megatron.planner.cost import Costs
+from hetero_megatron.planner.footprint import Local
 from hetero_megatron.planner.problem import Problem
 from hetero_megatron.planner.realize import Priced, price
 from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
 
+PATIENCE = 24
+"""On larger clusters, so many options in a row that are no faster end the search."""
 FEW = 128
 """Devices up to which both orders of ranks and both ZeRO choices are tried; beyond, the usual ones."""
 
 
 def homogeneous(problem: Problem, costs: Costs) -> Priced | None:
-    """The fastest homogeneous strategy that fits, or None."""
+    """The fastest homogeneous strategy that fits, or None; on more than `FEW` devices the search is cut short."""
     options = []
     for ranks in _pools(problem.cluster):
         # Kinds among the first ranks: they become more only where a rank brings a new one.
@@ -32,15 +36,45 @@ def homogeneous(problem: Problem, costs: Costs) -> Priced | None:
         for degrees in _degrees(problem, len(ranks)):
             dp, tp, pp, cp, _ = degrees
             kinds = [kind for place, kind in fresh if place < dp * tp * pp * cp]
-            options.append((_least_seconds(problem, costs, kinds, *degrees), degrees, ranks))
+            if _may_fit(problem, costs, kinds, *degrees):
+                options.append((_least_seconds(problem, costs, kinds, *degrees), degrees, ranks))
     best: Priced | None = None
+    since = 0
     for least, degrees, ranks in sorted(options):
-        if best is not None and least >= best.seconds:
+        if best is not None and (least >= best.seconds or since >= PATIENCE):
             break
         found = _fastest(problem, costs, ranks, *degrees)
+        since += len(problem.cluster.devices) > FEW
         if found is not None and (best is None or found.seconds < best.seconds):
-            best = found
+            best, since = found, 0
     return best
+
+
+def _may_fit(
+    problem: Problem,
+    costs: Costs,
+    kinds: Sequence[DeviceKind],
+    dp: int,
+    tp: int,
+    pp: int,
+    cp: int,
+    rows: int,
+) -> bool:
+    """Whether the fullest stage, recomputed or not and with one micro-batch in flight, has room on every kind."""
+    layers = -(-problem.config.num_layers // pp)
+    kept = Stage((0,) * tp, (0, layers - 1))
+    stages = [kept, *(replace(kept, recompute=(Recompute(each),)) for each in problem.choices.recompute)]
+    cut = dp * cp if max(problem.choices.zero) else 1
+    for kind in kinds:
+        local = Local(rows * problem.seq_length // cp, tp, kind.name == "cpu", kind.name)
+        needs = [
+            costs.footprint.stage(stage, local, cut, False, False, whole)
+            for stage in stages
+            for whole in (False, True)
+        ]
+        if min(fixed + weight for fixed, weight, _ in needs) > kind.memory_bytes:
+            return False
+    return True
 
 
 def _least_seconds(

@@ -31,8 +31,8 @@ from hetero_megatron.strategy import Stage, Strategy
 
 HORIZON_SECONDS = 1800.0
 """Seconds until the next change, where nobody knows better."""
-KEPT_DRAFTS = 40
-CLIMBED = 60
+KEPT_DRAFTS = 24
+CLIMBED = 40
 """Changes of the best repair that are looked at."""
 RANKED = 8
 """Drafts that get ranks, and whose movement is counted."""
@@ -43,12 +43,15 @@ class Replan:
     """The next plan and what the change to it costs.
 
     Attributes:
+        cluster, costs: the devices that are there now, and what they cost.
         moved_bytes, switch_seconds: estimates of what ranks receive.
         lost_states: layers whose optimizer states no survivor has in full, as (first, last).
         seconds: wall time that planning took.
     """
 
     best: Priced
+    cluster: Cluster
+    costs: Costs
     lost: tuple[int, ...]
     joined: tuple[int, ...]
     moved_bytes: int
@@ -109,6 +112,8 @@ def replan(
     missing = lost_states(before, layers, gone) if gone else ()
     return Replan(
         best[1],
+        cluster,
+        costs,
         gone,
         tuple(device.rank for device in joined),
         best[2],

@@ -206,6 +206,10 @@ def plan(
         str,
         typer.Option("--after-loss", metavar="RANKS", help="Plan on after these ranks died: 31, or 28-31,3."),
     ] = "",
+    after_join: Annotated[
+        str,
+        typer.Option("--after-join", metavar="KIND:COUNT", help="Plan on with a new node: h20:8, or more."),
+    ] = "",
     zero: Annotated[
         int | None,
         typer.Option("--zero", min=0, max=1, help="Only with this; left out, whichever is faster."),
@@ -247,7 +251,9 @@ def plan(
         return
     from hetero_megatron.cli import plan as command
 
-    options = command.Options(output, explain, as_json, png, profile, lost, zero, pipelines, solver, minlp)
+    options = command.Options(
+        output, explain, as_json, png, profile, lost, after_join, zero, pipelines, solver, minlp
+    )
     command.run(checked, options)
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_megatron.cli.simulate import read_profile
-from hetero_megatron.cluster import Cluster, ranges_text
+from hetero_megatron.cluster import Cluster, Device, ranges_text
 from hetero_megatron.errors import HeteroError, RecipeError
 from hetero_megatron.planner.baselines import BASELINES, baselines
 from hetero_megatron.planner.cost import Costs
@@ -45,6 +45,7 @@ class Options:
     png: Path | None = None
     profile: Path | None = None
     lost: tuple[int, ...] = ()
+    joined: str = ""
     zero: int | None = None
     pipelines: int | None = None
     solver: str = "highs"
@@ -79,17 +80,38 @@ def run(recipe: Recipe, options: Options) -> None:
         plan.strategy.check(problem.config.facts, problem.cluster.ranks)
         others = baselines(problem, costs, plan.homogeneous)
         given = _given(recipe, costs, problem.cluster)
-        after = replan(plan, lost=options.lost) if options.lost else None
+        joined = new_nodes(options.joined, problem.cluster)
+        after = replan(plan, options.lost, joined) if options.lost or joined else None
     chosen = plan.best if after is None else after.best
     if options.output is not None:
         comment = f"made by `hetero-megatron plan`: {chosen.seconds:.4g} s a step predicted, bound {plan.bound_seconds:.4g} s"
         _write(strategy_yaml(chosen.strategy, comment), options.output, "-o")
     if options.png is not None:
-        draw_plan(chosen, problem.cluster, costs, options.png)
+        draw_plan(
+            chosen, after.cluster if after else problem.cluster, after.costs if after else costs, options.png
+        )
     if options.as_json:
         print(json.dumps(as_json(plan, others, given, after)))
     else:
         _print(plan, others, given, after, costs, options.explain)
+
+
+def new_nodes(text: str, cluster: Cluster) -> tuple[Device, ...]:
+    """Devices of the nodes in `h20:8` or `h20:8,h800:4`, with the next ranks and nodes.
+
+    Raises:
+        RecipeError: the text is no such list.
+        ClusterError: the cluster has no devices of that kind.
+    """
+    devices: list[Device] = []
+    rank = max(cluster.ranks) + 1
+    node = max(device.node for device in cluster.devices) + 1
+    for number, part in enumerate(filter(None, text.split(","))):
+        kind, _, count = part.strip().partition(":")
+        if not count.isdigit() or not int(count):
+            raise RecipeError(f"--after-join: {part!r} is no node; write a kind and a count, such as h20:8")
+        devices += [Device(rank + len(devices) + n, kind, node + number) for n in range(int(count))]
+    return tuple(devices)
 
 
 def _given(recipe: Recipe, costs: Costs, cluster: Cluster) -> Given | None:
@@ -141,8 +163,9 @@ def as_json(
         "survives": _survival(plan.strategy, plan.problem.config.num_layers),
     }
     if after is not None:
-        found["after_loss"] = {
+        found["after_change"] = {
             "lost": list(after.lost),
+            "joined": list(after.joined),
             "step_seconds": after.best.seconds,
             "plan_seconds": after.seconds,
             "strategy": strategy_section(after.best.strategy),
@@ -203,7 +226,10 @@ def _print(
     if explain:
         _explain(console, plan, others)
     if after is not None:
-        console.print(strategy_table(after.best.strategy, colour))
+        now = after.cluster
+        console.print(
+            strategy_table(after.best.strategy, lambda stage: styles[now.kind(stage.ranks[0]).name])
+        )
         _say(console, _after_text(after))
 
 
@@ -292,8 +318,13 @@ def _loss_text(strategy: Strategy, layers: int) -> str:
 def _after_text(after: Replan) -> str:
     moved = f"{after.moved_bytes / GIB:.3g} GiB move in about {after.switch_seconds:.3g} s"
     notes = "".join(f"; {note}" for note in after.notes)
+    changes = [
+        f"{what} {ranges_text(ranks)}"
+        for what, ranks in (("losing", after.lost), ("joining", after.joined))
+        if ranks
+    ]
     return (
-        f"after losing {ranges_text(after.lost)}: step {after.best.seconds:.4g} s, {moved}; "
+        f"after {' and '.join(changes)}: step {after.best.seconds:.4g} s, {moved}; "
         f"planned in {after.seconds:.3f} s{notes}"
     )
 

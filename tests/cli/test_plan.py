@@ -110,12 +110,22 @@ def test_auto_needs_devices_and_nothing_else(tmp_path: Path) -> None:
 def test_a_loss_is_planned_for(small: str) -> None:
     arguments = ("plan", small, "--zero", "0", "--pipelines", "2")
     told = json.loads(run(*arguments, "--json", "--after-loss", "3").out)
-    after = told["after_loss"]
+    after = told["after_change"]
     assert after["lost"] == [3]
     assert after["step_seconds"] > 0
     assert "3" not in after["memory_bytes"]
     assert "after losing 3: step " in run(*arguments, "--after-loss", "3").out
     assert "--after-loss: " in refusal("plan", small, "--after-loss", "x")
+
+
+def test_a_node_that_joins_is_planned_for(auto: str) -> None:
+    told = json.loads(run("plan", auto, "--json", "--after-join", "cpu:2").out)
+    assert told["after_change"]["joined"] == [4, 5]
+    assert "after joining 4-5: step " in run("plan", auto, "--after-join", "cpu:2").out
+    assert "--after-join: 'cpu' is no node; write a kind and a count" in refusal(
+        "plan", auto, "--after-join", "cpu"
+    )
+    assert "rank 4 is a 'h20'" in refusal("plan", auto, "--after-join", "h20:1")
 
 
 def test_a_picture_is_drawn(small: str, tmp_path: Path) -> None:
