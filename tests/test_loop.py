@@ -12,7 +12,7 @@ from hetero_megatron.data.loader import LoadedStep, Loader
 from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.data.steps import StepSamples
 from hetero_megatron.errors import CheckpointError, RuntimeFailure
-from hetero_megatron.loop import Loop
+from hetero_megatron.loop import Loop, Memory
 from hetero_megatron.recipe_sections import CheckpointSection
 from hetero_megatron.runtime.checkpoint import Failed, Saved, Saver
 from hetero_megatron.runtime.session import Session, StepResult
@@ -75,8 +75,7 @@ def loop(trained: Trained, skip: bool, limit: int = 10) -> Loop:
         StopRequest(),
         7,
         skip,
-        SpikeWatch(1.5),
-        SkipWatch(limit),
+        Memory(SpikeWatch(1.5), SkipWatch(limit)),
         {},
         lambda *told: None,
         CheckpointSection(),
