@@ -32,6 +32,7 @@ D0 = sequences(24)
 HET4_GROUPS = (
     (0, 1),  # the TP group of stage 0: activations, and norm weights under sequence parallelism
     (0, 1, 2),  # pipeline 0, to compare micro-batches
+    (0, 1, 2, 3),  # all ranks of the strategy: torch's own group of all processes
     (0, 3),  # halves of layers 0-2 and of the embedding: rank 0 and its counterpart in the whole tensor
     (1, 3),  # the other halves
     (2, 3),  # layer 3 and the head
@@ -39,6 +40,7 @@ HET4_GROUPS = (
 TIED_GROUPS = (
     (0, 1),
     (0, 1, 2),
+    (0, 1, 2, 3),
     (0, 2, 3),  # halves of the shared weight, which is whole on ranks 2 and 3
     (0, 3),
     (1, 2, 3),  # the other halves
