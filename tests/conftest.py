@@ -1,5 +1,7 @@
 """How many random strategies to draw, and from which seed on."""
 
+import signal
+
 import pytest
 
 
@@ -16,3 +18,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         first = metafunc.config.getoption("strategies_from")
         seeds = range(first, first + metafunc.config.getoption("strategies"))
         metafunc.parametrize("strategy_seed", seeds, ids=lambda seed: f"seed {seed}")
+
+
+def pytest_configure() -> None:
+    """Interrupts are tested; a shell that runs the tests in the background has them ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
