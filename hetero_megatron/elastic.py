@@ -31,7 +31,7 @@ from hetero_megatron.runtime.membership import Member
 from hetero_megatron.runtime.session import Session
 from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.runtime.supervisor import Limits, Node, Supervisor
-from hetero_megatron.runtime.world import Groups, World
+from hetero_megatron.runtime.world import Groups, World, silent
 from hetero_megatron.shrink import shrink
 from hetero_megatron.starting import agree_on_start, find_start
 from hetero_megatron.train import announce, check_gpus, device_of, facts_of, initial_of, memory_of
@@ -169,7 +169,7 @@ class _Rank:
         agree_on_kernels(session.world, run.kernels.names)
         session.start(initial_of(run, self._device))
         if run.start.saved is not None:
-            run.start.saved.restore(session, say=_nothing)
+            run.start.saved.restore(session, say=silent)
         return session
 
     def _replan(self, base: Program, ranks: tuple[int, ...]) -> Program:
@@ -183,7 +183,7 @@ class _Rank:
             update={"checkpoint": run.recipe.checkpoint.model_copy(update={"resume": "auto"})}
         )
         settings = settings_of(recipe, run.data)
-        found = find_start(recipe, program, settings, run.identity, _nothing)
+        found = find_start(recipe, program, settings, run.identity, silent)
         start = agree_on_start(world, found, recipe, program, settings, run.identity)
         self._run = replace(run, start=start, settings=start.settings)
         self._memory = memory_of(self._run)
@@ -260,8 +260,3 @@ class _Rank:
         while position.iteration < iteration and (step := steps.at(position)) is not None:
             position = steps.after(step)
         return position
-
-
-def _nothing(text: str) -> None:
-    """It was said before."""
-    del text

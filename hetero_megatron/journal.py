@@ -24,7 +24,7 @@ class Journal:
     @contextlib.contextmanager
     def kept(run: Run, session: Session) -> Iterator["Journal"]:
         """The journal of a run, open until it ends."""
-        leads = session.world.rank == session.world.ranks[0]
+        leads = session.world.leads
         logging = run.recipe.logging
         with contextlib.ExitStack() as stack:
             metrics = None

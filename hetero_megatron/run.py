@@ -1,7 +1,6 @@
 """A recipe made ready: everything that can be refused is refused here, before the first process (DESIGN §5)."""
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,11 +31,10 @@ from hetero_megatron.recipe import Recipe
 from hetero_megatron.recipe_sections import DataSection
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.optimizer import OptimizerSettings
-from hetero_megatron.runtime.world import World
+from hetero_megatron.runtime.world import Say, World
 from hetero_megatron.starting import SettingsAt, Start, agree_on_start, find_start
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class Run:
     @property
     def identity(self) -> dict[str, object]:
         """What decides which tokens sample k has."""
-        return {"seed": self.recipe.training.seed, **self.data.identity()}
+        return identity_of(self.recipe, self.data)
 
     def agreed(self, world: World) -> "Run":
         """Collective: this run, or the one that goes on from an earlier checkpoint, if this one's is damaged.
@@ -177,7 +175,7 @@ def prepare(recipe: Recipe) -> Run:
         held_out = _data_path(recipe, program, config, say, True) if recipe.evaluation else None
         if held_out is not None:
             refuse_two_tokenizers([("data", data.tokenizer), ("evaluation.data", held_out.tokenizer)])
-        identity = {"seed": recipe.training.seed, **data.identity()}
+        identity = identity_of(recipe, data)
         if recipe.weights_folder is not None:
             say(f"first weights: those of {recipe.weights_folder}, where there is no checkpoint")
         start = find_start(recipe, program, settings_of(recipe, data), identity, say)
@@ -194,6 +192,11 @@ def prepare(recipe: Recipe) -> Run:
             start,
             tuple(notices),
         )
+
+
+def identity_of(recipe: Recipe, data: DataPath) -> dict[str, object]:
+    """What decides which tokens sample k of a recipe's run has."""
+    return {"seed": recipe.training.seed, **data.identity()}
 
 
 def settings_of(recipe: Recipe, data: DataPath) -> SettingsAt:

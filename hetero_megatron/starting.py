@@ -15,9 +15,8 @@ from hetero_megatron.runtime.checkpoint_parts import shapes_of
 from hetero_megatron.runtime.checkpoint_read import SavedState
 from hetero_megatron.runtime.learning_rate import resumed_schedule
 from hetero_megatron.runtime.optimizer import OptimizerSettings
-from hetero_megatron.runtime.world import World
+from hetero_megatron.runtime.world import Say, World
 
-Say = Callable[[str], None]
 SettingsAt = Callable[[DataPosition], OptimizerSettings]
 """The recipe's settings of the optimizer for a run that goes on from a position in its data."""
 
@@ -79,9 +78,7 @@ def agree_on_start(
     found = choose_together(world, own, recipe.checkpoint.resume, _damage_only)
     if found == path:
         return start
-    return _start(
-        found, recipe, program, settings_at, identity, print if world.rank == world.ranks[0] else _nothing
-    )
+    return _start(found, recipe, program, settings_at, identity, world.once(print))
 
 
 def _start(
@@ -154,8 +151,3 @@ def _damage_only(text: str) -> None:
     """What the choice before the processes has said already is not said again."""
     if text.startswith("WARNING: rank"):
         print(text, flush=True)
-
-
-def _nothing(text: str) -> None:
-    """The first rank says it."""
-    del text

@@ -57,7 +57,7 @@ def start_session(run: Run, world: World) -> Session:
         training.bucket_size,
     )
     if saved:
-        saved.restore(session, say=print if world.rank == world.ranks[0] else _nothing)
+        saved.restore(session, say=world.once(print))
     return session
 
 
@@ -234,11 +234,6 @@ def announce(run: Run) -> None:
         console.print("ring attention, where cp > 1: torch's kernels block by block", highlight=False)
     for notice in run.notices:
         console.print(notice, soft_wrap=True, markup=False, highlight=False)
-
-
-def _nothing(text: str) -> None:
-    """The first rank says it."""
-    del text
 
 
 def check_gpus(kind: str, needed: int) -> None:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.errors import CheckpointError
-from hetero_megatron.runtime.checkpoint_choice import Say
 from hetero_megatron.runtime.checkpoint_files import finish, finished, folder_of, remove, set_aside, tidy
 from hetero_megatron.runtime.checkpoint_header import Header
 from hetero_megatron.runtime.checkpoint_parts import MASTER, MOMENTS, Part, parts_of, shapes_of
@@ -28,6 +27,7 @@ from hetero_megatron.runtime.checkpoint_write import (
     write_parts,
 )
 from hetero_megatron.runtime.session import Session
+from hetero_megatron.runtime.world import Say
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,7 @@ class Saver:
         self._folder, self._session, self._world = folder, session, session.world
         self._keep_last, self._asynchronous, self._stop = keep_last, asynchronous, stop_on_failure
         self._patience = min(30.0, self._world.timeout.total_seconds() / 4)
-        self._leads = self._world.rank == self._world.ranks[0]
-        self._say = say if self._leads else _nothing
+        self._leads, self._say = self._world.leads, self._world.once(say)
         adam = session.settings.name == "adam"
         self._kinds = (MASTER, *MOMENTS) if adam else (MASTER,)
         self._parts = parts_of(session.program, self._world.rank, self._kinds)
@@ -304,8 +303,3 @@ class Saver:
             dist.all_reduce(total, group=self._world.control)
         found: list[float] = total.tolist()
         return found
-
-
-def _nothing(text: str) -> None:
-    """The first rank says it."""
-    del text

@@ -1,6 +1,6 @@
 """Which checkpoint a run goes on from, and whether it is whole on every rank (`checkpoint.resume` of a recipe)."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -18,10 +18,9 @@ from hetero_megatron.runtime.checkpoint_files import (
     refuse_foreign_checkpoints,
     unfinished,
 )
-from hetero_megatron.runtime.world import World
+from hetero_megatron.runtime.world import Say, World
 
 Resume = Literal["auto", "never"] | int
-Say = Callable[[str], None]
 _T = TypeVar("_T")
 
 
@@ -188,7 +187,7 @@ def choose_together(world: World, folder: Path, resume: Resume = "auto", say: Sa
     Raises:
         CheckpointError: as `choose` and `agree_on_checkpoint`; the same on every rank.
     """
-    say = say if world.rank == world.ranks[0] else _nothing
+    say = world.once(say)
     damaged: set[Path] = set()
     while True:
         path, refusal = None, ""
@@ -207,8 +206,3 @@ def choose_together(world: World, folder: Path, resume: Resume = "auto", say: Sa
             return path
         say(f"WARNING: {damage}")
         damaged.add(path)
-
-
-def _nothing(text: str) -> None:
-    """The first rank says it."""
-    del text

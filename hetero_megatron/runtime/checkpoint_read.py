@@ -120,7 +120,7 @@ class SavedState:
             return
         if not set(MOMENTS) <= set(self.header.kinds):
             state.step = 0
-            if session.world.rank == session.world.ranks[0]:
+            if session.world.leads:
                 say(f"{self.path} has no optimizer moments: they start at 0, as at the first step of a run")
             return
         self._fill(

@@ -5,7 +5,7 @@ Strategies number ranks as the cluster does; torch.distributed numbers processes
 
 import datetime
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,14 @@ import torch.distributed as dist
 from hetero_megatron.errors import RuntimeFailure
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.launch import Rendezvous
+
+Say = Callable[[str], None]
+"""Who is told what a person should know."""
+
+
+def silent(text: str) -> None:
+    """A Say that says nothing: someone else says it, or has said it."""
+    del text
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,15 @@ class World:
             # stages: the ranks of other pipelines take no part in it, and the first step would hang.
             dist.all_reduce(torch.zeros(1, device=device))
         return World(ordered[dist.get_rank()], ordered, device, control, timeout)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank, which speaks and writes for all."""
+        return self.rank == self.ranks[0]
+
+    def once(self, say: Say) -> Say:
+        """`say` on the first rank; on the others nothing is said."""
+        return say if self.leads else silent
 
     def index(self, rank: int) -> int:
         """The torch.distributed index of `rank`."""
