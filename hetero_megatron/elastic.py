@@ -16,14 +16,13 @@ from hetero_megatron.errors import HeteroError, StrategyError
 from hetero_megatron.graph.nodes import Graph
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.journal import Journal
-from hetero_megatron.loop import Loop, Memory
+from hetero_megatron.loop import Memory
 from hetero_megatron.losses import guardians, survivable
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.program import Program
 from hetero_megatron.report import short_strategy
 from hetero_megatron.run import DTYPES, Run, settings_of
 from hetero_megatron.runtime.agree import agree_on_kernels
-from hetero_megatron.runtime.checkpoint import Saver
 from hetero_megatron.runtime.elastic import ElasticSession, Making
 from hetero_megatron.runtime.faults import Fault, Faults
 from hetero_megatron.runtime.launch import preload
@@ -34,7 +33,7 @@ from hetero_megatron.runtime.supervisor import Limits, Node, Supervisor
 from hetero_megatron.runtime.world import Groups, World, silent
 from hetero_megatron.shrink import shrink
 from hetero_megatron.starting import agree_on_start, find_start
-from hetero_megatron.train import announce, check_gpus, device_of, facts_of, initial_of, memory_of
+from hetero_megatron.train import announce, check_gpus, device_of, initial_of, loop_of, memory_of, saver_of
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
 
@@ -192,38 +191,23 @@ class _Rank:
     def _train(self, elastic: ElasticSession, session: Session) -> None:
         """From where the session stands to the end of the run, or until others are lost."""
         run = self._run.under(session.program)
-        memory, recipe, section = self._memory, run.recipe, run.recipe.checkpoint
+        memory = self._memory
         self._catch_up(elastic, session)
         unfinished = memory.result is not None and memory.finished < memory.result.iteration
         shown = replace(run, start=replace(run.start, iteration=session.iteration - unfinished))
-        rank = session.world.rank
         with contextlib.ExitStack() as stack:
             # A process that has started CUDA cannot be forked any more.
             workers = 0 if run.device == "cuda" else None
             position = self._position(session.iteration)
-            loader = stack.enter_context(run.data.loader(run.program, rank, position, workers))
+            loader = stack.enter_context(run.data.loader(run.program, session.world.rank, position, workers))
             journal = stack.enter_context(Journal.kept(shown, session))
             for recovery in elastic.recoveries[self._told :]:
                 journal.say(f"{recovery}; {short_strategy(run.program.strategy)}")
             self._told = len(elastic.recoveries)
-            saver = Saver(run.folder, session, section.keep_last, section.asynchronous, say=journal.say)
+            saver = saver_of(run, session, journal)
             stack.callback(saver.abandon)
-            loop = Loop(
-                session,
-                loader,
-                saver,
-                self._request,
-                run.settings.train_iters,
-                recipe.training.nonfinite == "skip",
-                memory,
-                facts_of(run),
-                journal.step,
-                section,
-                recipe.evaluation,
-                run.held_out_batches(rank, self._device),
-                self._member.is_awaited,
-                elastic.stop_for_joining,
-            )
+            loop = loop_of(run, session, loader, saver, self._request, memory, journal)
+            loop.newcomers, loop.make_way = self._member.is_awaited, elastic.stop_for_joining
             journal.end(loop.run())
 
     def _catch_up(self, elastic: ElasticSession, session: Session) -> None:

@@ -79,25 +79,44 @@ def initial_of(run: Run, device: torch.device) -> Callable[[ParameterSlot], torc
 def train_rank(run: Run, world: World, loader: Loader, request: StopRequest) -> None:
     """Train on this rank; the lowest rank writes the log and the metrics and prints the summary."""
     session = start_session(run, world)
-    recipe = run.recipe
-    section = recipe.checkpoint
     with Journal.kept(run, session) as journal:
-        saver = Saver(run.folder, session, section.keep_last, section.asynchronous, say=journal.say)
-        loop = Loop(
-            session,
-            loader,
-            saver,
-            request,
-            run.settings.train_iters,
-            recipe.training.nonfinite == "skip",
-            memory_of(run),
-            facts=facts_of(run),
-            told=journal.step,
-            checkpoint=section,
-            evaluation=recipe.evaluation,
-            held_out=run.held_out_batches(world.rank, world.device),
+        loop = loop_of(
+            run, session, loader, saver_of(run, session, journal), request, memory_of(run), journal
         )
         journal.end(loop.run())
+
+
+def saver_of(run: Run, session: Session, journal: Journal) -> Saver:
+    """What saves a session into the run's folder, as the recipe says."""
+    section = run.recipe.checkpoint
+    return Saver(run.folder, session, section.keep_last, section.asynchronous, say=journal.say)
+
+
+def loop_of(
+    run: Run,
+    session: Session,
+    loader: Loader,
+    saver: Saver,
+    request: StopRequest,
+    memory: Memory,
+    journal: Journal,
+) -> Loop:
+    """The training loop that the recipe describes."""
+    recipe, world = run.recipe, session.world
+    return Loop(
+        session,
+        loader,
+        saver,
+        request,
+        run.settings.train_iters,
+        recipe.training.nonfinite == "skip",
+        memory,
+        facts=facts_of(run),
+        told=journal.step,
+        checkpoint=recipe.checkpoint,
+        evaluation=recipe.evaluation,
+        held_out=run.held_out_batches(world.rank, world.device),
+    )
 
 
 def memory_of(run: Run) -> Memory:
