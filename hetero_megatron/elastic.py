@@ -13,12 +13,12 @@ from rich.console import Console
 
 from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.errors import HeteroError, StrategyError
-from hetero_megatron.graph.nodes import Graph
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.journal import Journal
 from hetero_megatron.loop import Memory
 from hetero_megatron.losses import guardians, survivable
 from hetero_megatron.models.llama import Llama
+from hetero_megatron.next_program import NextProgram
 from hetero_megatron.program import Program
 from hetero_megatron.report import short_strategy
 from hetero_megatron.run import DTYPES, Run, settings_of
@@ -31,7 +31,6 @@ from hetero_megatron.runtime.session import Session
 from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.runtime.supervisor import Limits, Node, Supervisor
 from hetero_megatron.runtime.world import Groups, World, silent
-from hetero_megatron.shrink import shrink
 from hetero_megatron.starting import agree_on_start, find_start
 from hetero_megatron.train import announce, check_gpus, device_of, initial_of, loop_of, memory_of, saver_of
 from hetero_megatron.watch import SkipWatch, SpikeWatch
@@ -64,7 +63,7 @@ def pretrain_elastic(run: Run, place: Place | None = None) -> int:
                 f"elastic.faults: rank {fault.rank} is none of the strategy's ranks {list(ranks)}"
             )
     if node.first_ranks != ranks:
-        run = run.under(_shrunk(run, trace(run.model), node.first_ranks))
+        run = run.under(NextProgram(run.recipe, run.config, trace(run.model))(run.program, node.first_ranks))
     preload(any(stage.recompute for pipeline in strategy.pipelines for stage in pipeline.stages))
     if not node.number:
         announce(run)
@@ -108,13 +107,6 @@ def _node(run: Run, ranks: tuple[int, ...], place: Place) -> Node:
     return Node(nodes[place.node], place.node, nodes, host, int(port), present)
 
 
-def _shrunk(run: Run, graph: Graph, ranks: tuple[int, ...]) -> Program:
-    """The strategy of the recipe, on those who are there."""
-    facts, cluster = run.config.facts, run.recipe.make_cluster()
-    there = cluster.without(set(cluster.ranks) - set(ranks))
-    return Program.build(graph, shrink(run.recipe.make_strategy(), facts, ranks), facts, there)
-
-
 class _Rank:
     """The life of one rank, over all generations."""
 
@@ -124,7 +116,6 @@ class _Rank:
         self._device = device_of(run.device, node.ranks.index(member.rank))
         self._memory = memory_of(run)
         self._told = 0
-        self._graph = trace(run.model)
 
     def work(self) -> None:
         """Train until the end."""
@@ -147,7 +138,7 @@ class _Rank:
             run.program,
             making,
             self._first,
-            self._replan,
+            NextProgram(run.recipe, run.config, trace(run.model)),
             self._from_checkpoint,
             Faults(faults) if faults else None,
         )
@@ -170,10 +161,6 @@ class _Rank:
         if run.start.saved is not None:
             run.start.saved.restore(session, say=silent)
         return session
-
-    def _replan(self, base: Program, ranks: tuple[int, ...]) -> Program:
-        del base
-        return _shrunk(self._run, self._graph, ranks)
 
     def _from_checkpoint(self, program: Program, world: World, groups: Groups) -> Session | None:
         """Collective: go back to the newest checkpoint, or to the beginning where there is none."""

@@ -191,6 +191,25 @@ class Recipe(Section):
             for section in self.strategy.several
         )
 
+    def make_prepared(self) -> tuple[Strategy, ...]:
+        """The strategies of `elastic.plans`, for other ranks than those that the run begins with.
+
+        Raises:
+            RecipeError: a file or its strategy does not do; named by its place in the list.
+        """
+        found = []
+        for number, path in enumerate(self.elastic.plans):
+            try:
+                # Only the strategy is the file's: model, cluster and training are those of this run.
+                strategy = self._strategy(_strategy_section(path))
+                strategy.check(self.make_config().facts, self.make_cluster().ranks)
+                if self.data.packing == "rows":
+                    self._check_rows(strategy, "data")
+            except HeteroError as error:
+                raise RecipeError(f"elastic.plans[{number}]: {path}: {error}") from error
+            found.append(strategy)
+        return tuple(found)
+
     def _strategy(self, section: StrategySection) -> Strategy:
         if section.auto:
             if self._chosen is None:
@@ -315,6 +334,7 @@ class Recipe(Section):
             strategy = self.make_strategy()
             strategy.check(config.facts, cluster.ranks)
             self._check_several(config, cluster)
+        self.make_prepared()
         sections = {"data": self.data} | (
             {"evaluation.data": self.evaluation.data} if self.evaluation else {}
         )
@@ -394,13 +414,27 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         recipe.check()
         recipe._file = str(path)
     except ValidationError as error:
-        homes = _homes()
-        sentences = describe_all([dict(one) for one in error.errors()], homes)[:MOST_ERRORS]
+        sentences = _sentences(error)
         text = "\n".join(f"{path}: {sentence}" for sentence in sentences)
         raise RecipeError(text.replace("strategy.several[", "strategy[")) from error
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error
     return recipe
+
+
+def _sentences(error: ValidationError) -> list[str]:
+    return describe_all([dict(one) for one in error.errors()], _homes())[:MOST_ERRORS]
+
+
+def _strategy_section(path: str) -> StrategySection:
+    """The `strategy` section of a file, which may have others."""
+    value = read_yaml(Path(path))
+    if not isinstance(value, dict) or not isinstance(value.get("strategy"), dict):
+        raise RecipeError("the file has no section `strategy` with pipelines; `plan -o FILE` writes one")
+    try:
+        return StrategySection.model_validate(value["strategy"])
+    except ValidationError as error:
+        raise RecipeError("; ".join(f"strategy.{sentence}" for sentence in _sentences(error))) from error
 
 
 @contextmanager

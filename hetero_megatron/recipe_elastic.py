@@ -44,6 +44,8 @@ class ElasticSection(Section):
     `returning`: a lost rank is started anew and taken in at the end of a step.
     `heartbeat_s`: a rank without a sign of life for so long is ended; `phase_s`: one that stays in one place of a step.
     `timeout_s`: how long one message may take. `faults`: what is to go wrong.
+    `plans`: YAML files with a `strategy` section, as `plan -o` writes them or whole recipes; each takes over when
+    exactly its ranks are there.
     """
 
     copies: bool = True
@@ -52,3 +54,4 @@ class ElasticSection(Section):
     phase_s: Seconds = 600.0
     timeout_s: Seconds = 60.0
     faults: tuple[FaultSection, ...] = Field(default=(), strict=False)
+    plans: tuple[str, ...] = Field(default=(), strict=False)

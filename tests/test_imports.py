@@ -54,6 +54,7 @@ FLOORS: tuple[
             "journal",
             "loop",
             "train",
+            "next_program",
             "elastic",
             "recipe_elastic",
             "cli",

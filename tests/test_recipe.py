@@ -443,3 +443,26 @@ def test_a_list_of_degrees_and_another_number_of_parts_contradict_each_other() -
         RecipeError, match=r"strategy: pipeline 0 stage 0: cp 3, but tp \[2, 1\] names 2 parts"
     ):
         load_recipe(QUICKSTART, [f"strategy={{pipelines: [{{micro_batches: 8, stages: {stages}}}]}}"])
+
+
+def _with_plans(tmp_path, text):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(text)
+    return ["elastic.plans=[" + str(plan) + "]"]
+
+
+def test_prepared_plan_needs_a_strategy_section(tmp_path):
+    with pytest.raises(RecipeError, match=r"elastic\.plans\[0\].*no section `strategy`"):
+        load_recipe("recipes/paper/c2.yaml", _with_plans(tmp_path, "model: llama_32b\n"))
+
+
+def test_prepared_plan_is_checked_as_the_strategy_is(tmp_path):
+    text = "strategy:\n  pipelines:\n  - {micro_batches: 64, micro_batch_size: 1, stages: [{ranks: 0-7, layer: 0-59}]}\n"
+    with pytest.raises(RecipeError, match="elastic.plans.*layer"):
+        load_recipe("recipes/paper/c2.yaml", _with_plans(tmp_path, text))
+
+
+def test_prepared_plan_takes_the_rows_of_the_run(tmp_path):
+    text = Path("recipes/paper/c3.yaml").read_text().replace("micro_batches: 32", "micro_batches: 31")
+    with pytest.raises(RecipeError, match=r"elastic\.plans\[0\].*64 does not fit.*62 rows"):
+        load_recipe("recipes/paper/c2.yaml", _with_plans(tmp_path, text))
