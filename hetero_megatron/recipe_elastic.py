@@ -30,6 +30,7 @@ class FaultSection(Section):
         "parameter gather",
         "evaluation",
         "saving",
+        "connecting",
         "switching",
         "leaving",
     ]

@@ -23,6 +23,7 @@ PHASES = (
     "evaluation",
     "saving",
     "recovery",
+    "connecting",
     "switching",
     "waiting for work",
     "leaving",

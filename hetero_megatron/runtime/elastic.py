@@ -179,7 +179,12 @@ class ElasticSession:
 
     def _connect(self, program: Program, view: View) -> Groups:
         making = self._making
-        met = meet(self.member, view, program, making.device, making.timeout_s, making.local)
+        device, timeout_s, local = making.device, making.timeout_s, making.local
+
+        def stage() -> None:
+            self._note("connecting", view.iteration)
+
+        met = meet(self.member, view, program, device, timeout_s, local, stage)
         self.world, self._sockets = met.world, met.sockets
         return met.groups
 

@@ -6,14 +6,14 @@ connection. So all first meet where waiting can be left, and a thread cuts what 
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from hetero_megatron.program import Program
-from hetero_megatron.runtime.membership import Member, View
+from hetero_megatron.runtime.membership import Halted, Member, View
 from hetero_megatron.runtime.sockets import Sockets, cut, open_sockets
 from hetero_megatron.runtime.world import Groups, World
 
@@ -30,20 +30,31 @@ class Meeting:
 
 
 def meet(
-    member: Member, view: View, program: Program, device: torch.device, timeout_s: float, local: bool
+    member: Member,
+    view: View,
+    program: Program,
+    device: torch.device,
+    timeout_s: float,
+    local: bool,
+    stage: Callable[[], None],
 ) -> Meeting:
     """Collective over the view's ranks: connect, and make the groups of a program.
 
+    `stage` is called before all are there, when all are, and when they are connected.
+
     Raises:
-        Halted: a rank of the view was lost before all were there.
-        RuntimeError: one was lost later, as the communication library words it.
+        Halted: a rank of the view was lost meanwhile.
+        RuntimeError: a connection failed before that was known, as the communication library words it.
     """
     before = open_sockets()
     # A connection of its own: one that waits answers nobody else, and is not to be missed when it is cut.
     store = dist.PrefixStore(f"world/{view.generation}", member.connect())
+    stage()
     member.wait_for_all("ready", view.ranks)
     with _cut_when_halted(member, before):
+        stage()
         world = World.over(store, member.rank, view.ranks, device, timeout_s, local)
+        stage()
         groups = Groups.of(world, [program])
     return Meeting(world, groups, open_sockets() - before)
 
@@ -51,12 +62,13 @@ def meet(
 @contextlib.contextmanager
 def _cut_when_halted(member: Member, before: Sockets) -> Iterator[None]:
     """Cut all connections made inside as soon as the member's view is over."""
-    done = threading.Event()
+    done, is_cut = threading.Event(), threading.Event()
 
     def watch() -> None:
         with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):
             while not done.wait(_WATCH_SECONDS):
                 if member.is_halted():
+                    is_cut.set()
                     cut(open_sockets() - before)
                     return
 
@@ -64,6 +76,10 @@ def _cut_when_halted(member: Member, before: Sockets) -> Iterator[None]:
     thread.start()
     try:
         yield
+    except RuntimeError as error:
+        if is_cut.is_set():
+            raise Halted("another rank was lost while connections were made") from error
+        raise
     finally:
         done.set()
         thread.join()
