@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hetero_megatron.recipe_sections import Count, Section
+from hetero_megatron.runtime.board import StepPhase
 
 Seconds = Annotated[float, Field(gt=0, strict=False)]
 
@@ -19,20 +20,7 @@ class FaultSection(Section):
     kind: Literal["kill", "stop", "delay", "drop"]
     rank: Annotated[int, Field(ge=0)]
     iteration: Annotated[int, Field(ge=0)]
-    phase: Literal[
-        "between two steps",
-        "forward",
-        "backward",
-        "gradient sync",
-        "agreement",
-        "committed",
-        "update",
-        "parameter gather",
-        "evaluation",
-        "saving",
-        "switching",
-        "leaving",
-    ]
+    phase: StepPhase
     occurrence: Count = 1
     seconds: Seconds = 1.0
 

@@ -63,11 +63,11 @@ def start_session(run: Run, world: World) -> Session:
 
 def initial_of(run: Run, device: torch.device) -> Callable[[ParameterSlot], torch.Tensor]:
     """The first value of a shard, which no strategy changes (DESIGN decision 5)."""
-    folder = run.recipe.weights_folder
+    weights = run.recipe.open_weights()
     if run.start.saved is not None:
         return run.start.saved.initial
-    if folder is not None:
-        return hf_initial(folder, run.config)
+    if weights is not None:
+        return hf_initial(weights)
     specs, seed = initial_values(run.model), run.recipe.training.seed
 
     def initial(slot: ParameterSlot) -> torch.Tensor:
