@@ -24,7 +24,6 @@ FLOORS: tuple[
             "switch_rounds",
             "shrink",
             "losses",
-            "length_range",
             "recompute",
             "activations",
             "memory",
