@@ -33,7 +33,8 @@ class ElasticSection(Section):
     `heartbeat_s`: a rank without a sign of life for so long is ended; `phase_s`: one that stays in one place of a step.
     `timeout_s`: how long one message may take. `faults`: what is to go wrong.
     `plans`: YAML files with a `strategy` section, as `plan -o` writes them or whole recipes; each takes over when
-    exactly its ranks are there.
+    exactly its ranks are there. `replan`: who makes the strategy for other ranks: the planner, or the recipe's own
+    strategy is kept without the ranks that are gone.
     """
 
     copies: bool = True
@@ -42,4 +43,5 @@ class ElasticSection(Section):
     phase_s: Seconds = 600.0
     timeout_s: Seconds = 60.0
     faults: tuple[FaultSection, ...] = Field(default=(), strict=False)
+    replan: Literal["planner", "keep"] = "planner"
     plans: tuple[str, ...] = Field(default=(), strict=False)

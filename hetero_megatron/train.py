@@ -86,10 +86,12 @@ def train_rank(run: Run, world: World, loader: Loader, request: StopRequest) -> 
         journal.end(loop.run())
 
 
-def saver_of(run: Run, session: Session, journal: Journal) -> Saver:
-    """What saves a session into the run's folder, as the recipe says."""
+def saver_of(run: Run, session: Session, journal: Journal, forsaken: bool = False) -> Saver:
+    """What saves a session into the run's folder, as the recipe says; `forsaken` saves of lost ranks are removed."""
     section = run.recipe.checkpoint
-    return Saver(run.folder, session, section.keep_last, section.asynchronous, say=journal.say)
+    return Saver(
+        run.folder, session, section.keep_last, section.asynchronous, say=journal.say, forsaken=forsaken
+    )
 
 
 def loop_of(
