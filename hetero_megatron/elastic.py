@@ -32,6 +32,7 @@ from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.runtime.supervisor import Limits, Node, Supervisor
 from hetero_megatron.runtime.world import Groups, World, silent
 from hetero_megatron.starting import agree_on_start, find_start
+from hetero_megatron.tracing import Tracer, continued
 from hetero_megatron.train import announce, check_gpus, device_of, initial_of, loop_of, memory_of, saver_of
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
@@ -116,6 +117,7 @@ class _Rank:
         self._device = device_of(run.device, node.ranks.index(member.rank))
         self._memory = memory_of(run)
         self._told = 0
+        self._tracer: Tracer | None = None
 
     def work(self) -> None:
         """Train until the end."""
@@ -194,6 +196,7 @@ class _Rank:
             saver = saver_of(run, session, journal)
             stack.callback(saver.abandon)
             loop = loop_of(run, session, loader, saver, self._request, memory, journal)
+            loop.tracer = self._tracer = continued(self._tracer, loop.tracer)
             loop.newcomers, loop.make_way = self._member.is_awaited, elastic.stop_for_joining
             journal.end(loop.run())
 

@@ -16,6 +16,7 @@ from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.checkpoint import Failed, Saved, Saver
 from hetero_megatron.runtime.session import Evaluation, Session, StepResult
 from hetero_megatron.runtime.stopping import StopRequest
+from hetero_megatron.tracing import Tracer
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
 Told = Callable[[StepResult, LoadedStep, Evaluation | None, str | None, int], None]
@@ -95,6 +96,7 @@ class Loop:
     held_out: Sequence[Sequence[MicroBatch]] = ()
     newcomers: Callable[[], bool] = _no_newcomers
     make_way: Callable[[], None] = _make_no_way
+    tracer: Tracer | None = None
 
     def run(self) -> str:
         """Train; returns which signal ended it, or "" when training is complete.
@@ -117,7 +119,11 @@ class Loop:
                 break
             memory.opened, memory.result = replace(loaded, batches=[]), None
             votes = (float(bool(self.request)), *self.saver.votes(), float(self.newcomers()))
+            if self.tracer is not None:
+                self.tracer.begin(self.session)
             result = self.session.step(loaded.batches, True, votes)
+            if self.tracer is not None:
+                self.tracer.end(self.session)
             asked = self._finish(result, loaded)
             if result.votes[-1] and not asked:
                 self.make_way()

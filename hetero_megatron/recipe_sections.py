@@ -400,11 +400,21 @@ class LoggingSection(Section):
     """Where metrics go besides `metrics.jsonl`, and when a loss counts as a spike.
 
     `wandb` is the project's name. `spike_factor`: a loss of more than this many times the running median is noted.
+    `trace`: a file for what every rank does in `trace_steps`, which count from the first step that a command makes.
     """
 
     tensorboard: bool = False
     wandb: str | None = None
     spike_factor: Annotated[float, Field(gt=1)] = 1.5
+    trace: str | None = None
+    trace_steps: Annotated[Ranks, Field(min_length=1)] = (2, 3, 4)
+
+    @field_validator("trace_steps")
+    @classmethod
+    def _count_from_one(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if min(value) < 1:
+            raise RecipeError("steps count from 1, the first that a command makes")
+        return value
 
 
 class OutputSection(Section):

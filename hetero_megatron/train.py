@@ -36,6 +36,7 @@ from hetero_megatron.runtime.session import Session
 from hetero_megatron.runtime.state import ParameterSlot
 from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.runtime.world import World
+from hetero_megatron.tracing import Tracer
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def loop_of(
         checkpoint=recipe.checkpoint,
         evaluation=recipe.evaluation,
         held_out=run.held_out_batches(world.rank, world.device),
+        tracer=Tracer.of(recipe.logging, run.start.iteration, run.settings.train_iters, journal.say),
     )
 
 
