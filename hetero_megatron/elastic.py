@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from hetero_megatron.change_request import ChangeRequests
 from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.errors import HeteroError, StrategyError
 from hetero_megatron.graph.trace import trace
@@ -135,14 +136,17 @@ class _Rank:
         )
         self._making = making
         faults = [Fault(**fault.model_dump()) for fault in section.faults]
+        following = NextProgram(run.recipe, run.config, trace(run.model))
+        self._requests = ChangeRequests(self._member, following.of)
         elastic = ElasticSession(
             self._member,
             run.program,
             making,
             self._first,
-            NextProgram(run.recipe, run.config, trace(run.model)),
+            following,
             self._from_checkpoint,
             Faults(faults) if faults else None,
+            self._requests.program,
         )
         elastic.run(lambda session: self._train(elastic, session))
         elastic.leave()
@@ -198,6 +202,8 @@ class _Rank:
             loop = loop_of(run, session, loader, saver, self._request, memory, journal)
             loop.tracer = self._tracer = continued(self._tracer, loop.tracer)
             loop.newcomers, loop.make_way = self._member.is_awaited, elastic.stop_for_joining
+            if loop.watch is not None:
+                loop.newcomers = self._requests.attend(loop.watch)
             journal.end(loop.run())
 
     def _catch_up(self, elastic: ElasticSession, session: Session) -> None:

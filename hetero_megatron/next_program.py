@@ -25,8 +25,12 @@ class NextProgram:
     def __call__(self, base: Program, ranks: tuple[int, ...]) -> Program:
         """The program for `ranks`, in place of `base`, whose layout the state is in."""
         del base
+        return self.of(self.strategy(ranks), ranks)
+
+    def of(self, strategy: Strategy, ranks: tuple[int, ...]) -> Program:
+        """The program of a strategy on the devices of `ranks`."""
         there = self._cluster.without(set(self._cluster.ranks) - set(ranks))
-        return Program.build(self._graph, self.strategy(ranks), self._facts, there)
+        return Program.build(self._graph, strategy, self._facts, there)
 
     def strategy(self, ranks: tuple[int, ...]) -> Strategy:
         """The strategy for `ranks`."""

@@ -65,7 +65,7 @@ class Tracer:
 
     def end(self, session: Session) -> None:
         """The step is done. Collective over the session's ranks if it is traced."""
-        if session.clock.recorder is None:
+        if session.clock.recorder is None or session.iteration not in self._wanted:
             return
         recorder, session.clock.recorder = session.clock.recorder, None
         world, program = session.world, session.program

@@ -58,6 +58,7 @@ FLOORS: tuple[
             "tracing",
             "pace",
             "stragglers",
+            "change_request",
             "elastic",
             "recipe_elastic",
             "cli",

@@ -40,6 +40,8 @@ Replan = Callable[[Program, tuple[int, ...]], Program]
 
 A pure function: every rank calls it with the same arguments and goes on with its own result.
 """
+Asked = Callable[[View], Program | None]
+"""The program that somebody asked for before this view was made, for just its ranks; the same on every rank."""
 Restart = Callable[[Program, World, Groups], Session | None]
 """A session from the last checkpoint, where a part of the state is lost; None on a rank without a part in it."""
 
@@ -100,6 +102,7 @@ class Recovery:
         seconds: by phase: detect, agree, plan, groups, specialize, move.
         lost_state: what no survivor holds, when the run had to go back to a checkpoint.
         completed: whether this rank made the last update afterwards.
+        asked: whether a change of strategy was asked for.
     """
 
     view: View
@@ -108,6 +111,7 @@ class Recovery:
     seconds: Mapping[str, float]
     lost_state: str = ""
     completed: bool = False
+    asked: bool = False
 
     def __str__(self) -> str:
         """The line for the log."""
@@ -116,6 +120,8 @@ class Recovery:
             lost = (
                 f"rank {ranges_text(self.view.joined)} asked to join"
                 if self.view.joined
+                else "another strategy was asked for"
+                if self.asked
                 else "connections were lost"
             )
         parts = ", ".join(f"{phase} {took:.3f}" for phase, took in self.seconds.items())
@@ -146,8 +152,13 @@ class ElasticSession:
         replan: Replan,
         restart: Restart | None = None,
         faults: Faults | None = None,
+        asked: Asked | None = None,
     ) -> None:
-        """Collective over the first view's ranks. `start` makes the first session, `restart` one from a checkpoint."""
+        """Collective over the first view's ranks. `start` makes the first session, `restart` one from a checkpoint.
+
+        `asked` gives the program that was asked for in place of what `replan` makes, if one was.
+        """
+        self._asked = asked or _nothing_asked
         self.member, self._making, self._replan, self._restart = member, making, replan, restart
         self._start, self._faults = start, faults
         self._programs: dict[int, Program] = {0: program}
@@ -277,6 +288,8 @@ class ElasticSession:
         self.member.note(phase, iteration)
         if self._faults is not None:
             self._faults.strike(self.member.rank, phase, iteration, self._sockets)
+            if self.session is not None:
+                self.session.stage.slowness = self._faults.slowness
 
     def _adopt(self, view: View, noticed_at: float, noticed: str) -> None:
         """Take up the work that a view gives this rank."""
@@ -331,7 +344,8 @@ class ElasticSession:
             self.completed = None
         self._take(session, view.generation)
         iteration = view.iteration if session is None else session.iteration
-        self.recoveries.append(Recovery(view, noticed, iteration, seconds, lost_state, completed))
+        asked = self._asked(view) is not None
+        self.recoveries.append(Recovery(view, noticed, iteration, seconds, lost_state, completed, asked))
         gc.collect()
 
     def _move(self, moves: Moves, view: View, session: Session | None) -> None:
@@ -347,7 +361,8 @@ class ElasticSession:
         for generation in range(1, view.generation + 1):
             if generation not in self._programs:
                 passed = view if generation == view.generation else self.member.view_of(generation)
-                self._programs[generation] = self._replan(self._programs[passed.base], passed.ranks)
+                asked = self._asked(passed)
+                self._programs[generation] = asked or self._replan(self._programs[passed.base], passed.ranks)
         return self._programs[view.base], self._programs[view.generation]
 
     def _end(self) -> bool:
@@ -362,6 +377,10 @@ class ElasticSession:
         """Close all connections at the end."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _nothing_asked(view: View) -> None:
+    del view
 
 
 _JOINING = "ranks asked to join"
