@@ -4,6 +4,7 @@ It is told through the store, before the vote that makes the ranks stop: so all 
 and so does whoever joins later.
 """
 
+import base64
 import pickle
 from collections.abc import Callable
 
@@ -27,7 +28,8 @@ class ChangeRequests:
         return lambda: watch.wants_change or self._member.is_awaited()
 
     def _ask(self, strategy: Strategy) -> None:
-        self._member.store.set(f"asked/{self._member.view.generation + 1}", pickle.dumps(strategy))
+        text = base64.b64encode(pickle.dumps(strategy)).decode()
+        self._member.store.set(f"asked/{self._member.view.generation + 1}", text)
 
     def program(self, view: View) -> Program | None:
         """The program of the strategy that was asked for last and is for just the ranks of this view, if any."""
@@ -40,7 +42,7 @@ class ChangeRequests:
         store = self._member.store
         for generation in range(view.generation, 0, -1):
             if store.check([f"asked/{generation}"]):
-                found: Strategy = pickle.loads(store.get(f"asked/{generation}"))
+                found: Strategy = pickle.loads(base64.b64decode(store.get(f"asked/{generation}")))
                 if is_for(found, view.ranks):
                     return found
         return None

@@ -225,7 +225,7 @@ def test_each_rank_fills_its_own_place_among_the_votes_and_their_sum_has_all() -
 
 
 def test_what_was_asked_for_holds_for_just_its_ranks_until_something_else_is() -> None:
-    stored: dict[str, bytes] = {}
+    stored: dict[str, str] = {}
     store = SimpleNamespace(
         set=stored.__setitem__, get=stored.__getitem__, check=lambda keys: all(key in stored for key in keys)
     )
