@@ -39,8 +39,8 @@ SMALL = LlamaConfig(
 
 
 @lru_cache
-def planned(name: str) -> tuple[Plan, Strategy, float]:
-    """The plan, the paper's strategy and its seconds, on the devices that work in the paper's strategy's table."""
+def stated(name: str) -> tuple[Strategy, Problem, Costs]:
+    """The paper's strategy, and its problem on the devices that work in the strategy's table."""
     recipe = load_recipe(PAPER / f"{name}.yaml")
     given, cluster = recipe.make_strategy(), recipe.make_cluster()
     if given.idle_ranks:
@@ -53,7 +53,13 @@ def planned(name: str) -> tuple[Plan, Strategy, float]:
         recipe.training.seq_length,
         Choices(zero=(given.zero,)),
     )
-    costs = Costs(problem.config, cluster, seq_length=problem.seq_length)
+    return given, problem, Costs(problem.config, cluster, seq_length=problem.seq_length)
+
+
+@lru_cache
+def planned(name: str) -> tuple[Plan, Strategy, float]:
+    """The plan, the paper's strategy and its seconds."""
+    given, problem, costs = stated(name)
     return make_plan(problem, costs, Solver("none")), given, costs.step(given).seconds
 
 
@@ -82,26 +88,21 @@ def test_stages_stay_inside_nodes() -> None:
             assert len({plan.problem.cluster.node_of(rank) for rank in stage.ranks}) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in (*TABLE9, "c5", "c7") if "70b" not in name])
-def test_on_the_papers_32b_pipelines_layers_are_within_one_of_the_papers(name: str) -> None:
-    """Rates are those with which Table 9's splits balance.
-
-    C4 is not among them: with these rates 5 and 20 layers are faster than the paper's 6 and 18 or 19. Nor is C6, whose
-    odd stages have rates of their own.
-    """
-    plan, given, _ = planned(name)
-    lanes = Lanes(Prices(plan.problem, plan.costs), quick=False)
+@pytest.mark.parametrize("name", [*TABLE9, *TABLES_11_12])
+def test_on_the_papers_pipelines_level_two_gives_every_stage_the_papers_layers_or_one_more_or_less(name: str) -> None:
+    """Stages of one kind and degree may change places."""
+    given, problem, costs = stated(name)
+    lanes = Lanes(Prices(problem, costs), quick=False)
     for pipeline in given.pipelines:
         blocks = tuple(
-            Block(plan.problem.cluster.kind(stage.ranks[0]).name, len(stage.ranks))
-            for stage in pipeline.stages
+            Block(problem.cluster.kind(stage.ranks[0]).name, len(stage.ranks)) for stage in pipeline.stages
         )
         setting = Setting(pipeline.micro_batch_size, len(given.pipelines), given.zero)
-        loads = lanes.loads(blocks, setting, pipeline.micro_batches, "none")
-        layers = split_layers(60, loads, pipeline.micro_batches)
+        # C7's own layers need more memory than there is by our account: no limit here.
+        loads = [load.free for load in lanes.loads(blocks, setting, pipeline.micro_batches, "none")]
+        layers = split_layers(problem.config.num_layers, loads, pipeline.micro_batches)
         assert layers is not None
         own = [len(stage.layer_numbers) for stage in pipeline.stages]
-        # Equal stages may swap what does not divide.
         for block in set(blocks):
             one = sorted(n for n, b in zip(layers, blocks, strict=True) if b == block)
             other = sorted(n for n, b in zip(own, blocks, strict=True) if b == block)
