@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from hetero_megatron.change_request import ChangeRequests
 from hetero_megatron.data.loader import LoadedStep
 from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.errors import HeteroError, StrategyError
@@ -35,6 +36,7 @@ from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.runtime.supervisor import Limits, Node, Supervisor
 from hetero_megatron.runtime.world import Groups, World, silent
 from hetero_megatron.starting import agree_on_start, find_start
+from hetero_megatron.tracing import Tracer, continued
 from hetero_megatron.train import announce, check_gpus, device_of, initial_of, loop_of, memory_of, saver_of
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
@@ -123,6 +125,7 @@ class _Rank:
         self._device = device_of(run.device, node.ranks.index(member.rank))
         self._memory = memory_of(run)
         self._told = 0
+        self._tracer: Tracer | None = None
 
     def work(self) -> None:
         """Train until the end."""
@@ -140,6 +143,7 @@ class _Rank:
         )
         self._making = making
         faults = [Fault(**fault.model_dump()) for fault in section.faults]
+        self._requests = ChangeRequests(self._member)
         elastic = ElasticSession(
             self._member,
             run.program,
@@ -148,6 +152,7 @@ class _Rank:
             self._following,
             self._from_checkpoint,
             Faults(faults) if faults else None,
+            self._requests.strategy,
         )
         elastic.run(lambda session: self._train(elastic, session))
         elastic.leave()
@@ -204,7 +209,10 @@ class _Rank:
             stack.callback(saver.abandon)
             loop = loop_of(run, session, loader, saver, self._request, memory, journal)
             loop.told = self._telling(elastic, journal)
+            loop.tracer = self._tracer = continued(self._tracer, loop.tracer)
             loop.newcomers, loop.make_way = self._member.is_awaited, elastic.stop_for_joining
+            if loop.watch is not None:
+                loop.newcomers = self._requests.attend(loop.watch)
             journal.end(loop.run())
 
     def _telling(self, elastic: ElasticSession, journal: Journal) -> Told:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from hetero_megatron.cluster import ranges_text
 from hetero_megatron.runtime.membership import View
 
+ASKED = "another strategy was asked for"
+"""What is said of a change of strategy that nobody was lost or joined for."""
+
 
 @dataclass
 class Laps:
@@ -51,12 +54,14 @@ class Recovery:
             lost = (
                 f"rank {ranges_text(self.view.joined)} asked to join"
                 if self.view.joined
+                else ASKED
+                if self.planned == ASKED
                 else "connections were lost"
             )
         joined = f" ({ranges_text(self.view.joined)} new)" if self.view.joined else ""
         noticed = f"; noticed by {self.noticed}" if self.noticed else ""
         back = f"; {self.lost_state}: back to the last checkpoint" if self.lost_state else ""
-        planned = f"; {self.planned}" if self.planned else ""
+        planned = f"; {self.planned}" if self.planned not in ("", ASKED) else ""
         return (
             f"{lost}{noticed}{back}; going on with ranks {ranges_text(self.view.ranks)}{joined} after "
             f"iteration {self.iteration}, in {self._took('redo'):.3f} s ({self._parts('redo')}){planned}"
