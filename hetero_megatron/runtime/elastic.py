@@ -21,7 +21,7 @@ from hetero_megatron.program import Program
 from hetero_megatron.runtime.faults import Faults
 from hetero_megatron.runtime.launch import is_peer_failure
 from hetero_megatron.runtime.making import Making
-from hetero_megatron.runtime.meeting import meet
+from hetero_megatron.runtime.meeting import cut_when_halted, meet
 from hetero_megatron.runtime.membership import Halted, Member, Progress, View
 from hetero_megatron.runtime.move import Moves
 from hetero_megatron.runtime.recovery import ASKED, Laps, Recovery, in_short
@@ -99,10 +99,11 @@ class ElasticSession:
                 self._programs[0] = program
                 if member.rank == view.ranks[0]:
                     member.share("strategy", _as_text(program.strategy, ""))
-                groups = self._connect(program, view)
-                session = start(program, self.world, groups)
-                if session is not None:
-                    making.guard(session)
+                with cut_when_halted(member):
+                    groups = self._connect(program, view)
+                    session = start(program, self.world, groups)
+                    if session is not None:
+                        making.guard(session)
                 self._take(session, 0)
         except RuntimeError as error:
             self._note_failure(error)
@@ -239,14 +240,16 @@ class ElasticSession:
         laps.lap("complete")
         base, program, planned = self._program(view)
         laps.lap("plan")
-        groups = self._connect(program, view)
-        laps.lap("groups")
-        session, lost_state = self._filled(base, program, view, groups, laps)
-        if session is not None:
-            self._making.guard(session)
-            self._next = view.generation, session
-        # Whoever gets past this knows that all have the new state.
-        dist.barrier(group=self.world.control)
+        # Not every rank has something under way with one that is lost now.
+        with cut_when_halted(self.member):
+            groups = self._connect(program, view)
+            laps.lap("groups")
+            session, lost_state = self._filled(base, program, view, groups, laps)
+            if session is not None:
+                self._making.guard(session)
+                self._next = view.generation, session
+            # Whoever gets past this knows that all have the new state.
+            dist.barrier(group=self.world.control)
         laps.lap("move")
         hook = old.gradient_hook if old is not None else None
         if session is not None and hook is not None:
