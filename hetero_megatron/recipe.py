@@ -194,6 +194,17 @@ class Recipe(Section):
             for section in self.strategy.several
         )
 
+    def refuse_unfit(self, strategy: Strategy, ranks: Iterable[int]) -> None:
+        """Refuse a strategy for `ranks` that does not fit this run's model or its steps.
+
+        Raises:
+            StrategyError: it does not fit the model or the ranks.
+            RecipeError: a step's rows find no place.
+        """
+        strategy.check(self.make_config().facts, ranks)
+        if self.data.packing == "rows":
+            check_rows(self, strategy, "data")
+
     def make_prepared(self) -> tuple[Strategy, ...]:
         """The strategies of `elastic.plans`, for other ranks than those that the run begins with.
 
@@ -205,9 +216,7 @@ class Recipe(Section):
             try:
                 # Only the strategy is the file's: model, cluster and training are those of this run.
                 strategy = self._strategy(_strategy_section(path))
-                strategy.check(self.make_config().facts, self.make_cluster().ranks)
-                if self.data.packing == "rows":
-                    check_rows(self, strategy, "data")
+                self.refuse_unfit(strategy, self.make_cluster().ranks)
             except HeteroError as error:
                 raise RecipeError(f"elastic.plans[{number}]: {path}: {error}") from error
             found.append(strategy)

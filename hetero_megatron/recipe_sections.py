@@ -2,10 +2,11 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     field_validator,
@@ -14,11 +15,16 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from hetero_megatron.errors import RecipeError, RuntimeFailure
+from hetero_megatron.recipe_text import number_list
 from hetero_megatron.runtime.learning_rate import check_schedule
 from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS
 
 Count = Annotated[int, Field(ge=1)]
+Numbers: TypeAlias = int | str | list[int | str]
+Ranks = Annotated[
+    tuple[int, ...], Field(strict=False), BeforeValidator(number_list, json_schema_input_type=Numbers)
+]
 
 
 def refuse_unknown(keys: Mapping[object, object], known: Mapping[str, object]) -> None:
@@ -233,11 +239,21 @@ class LoggingSection(Section):
     """Where metrics go besides `metrics.jsonl`, and when a loss counts as a spike.
 
     `wandb` is the project's name. `spike_factor`: a loss of more than this many times the running median is noted.
+    `trace`: a file for what every rank does in `trace_steps`, which count from the first step that a command makes.
     """
 
     tensorboard: bool = False
     wandb: str | None = None
     spike_factor: Annotated[float, Field(gt=1)] = 1.5
+    trace: str | None = None
+    trace_steps: Annotated[Ranks, Field(min_length=1)] = (2, 3, 4)
+
+    @field_validator("trace_steps")
+    @classmethod
+    def _count_from_one(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if min(value) < 1:
+            raise RecipeError("steps count from 1, the first that a command makes")
+        return value
 
 
 class OutputSection(Section):

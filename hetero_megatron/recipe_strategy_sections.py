@@ -6,14 +6,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 
 from hetero_megatron.errors import RecipeError, ScheduleError
 from hetero_megatron.pipeline.schedule import SCHEDULES, check_name
-from hetero_megatron.recipe_sections import Count, Section
-from hetero_megatron.recipe_text import degrees, layer_ranges, number_list, recomputed
+from hetero_megatron.recipe_sections import Count, Ranks, Section
+from hetero_megatron.recipe_text import degrees, layer_ranges, recomputed
 from hetero_megatron.strategy import Recompute
 
-Numbers: TypeAlias = int | str | list[int | str]
-Ranks = Annotated[
-    tuple[int, ...], Field(strict=False), BeforeValidator(number_list, json_schema_input_type=Numbers)
-]
 Layers = Annotated[
     tuple[tuple[int, int], ...] | None,
     Field(strict=False),

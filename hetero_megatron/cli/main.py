@@ -3,6 +3,7 @@
 Commands import what they run when they run, so that `--help` and a misspelt recipe answer at once.
 """
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,14 @@ def pretrain(
     endpoint: Annotated[
         str | None, typer.Option("--endpoint", metavar="HOST:PORT", help="Where its node 0 listens.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Write what every rank does in logging.trace_steps, for ui.perfetto.dev.",
+        ),
+    ] = None,
     nodes_present: Annotated[
         int | None,
         typer.Option(
@@ -59,7 +68,8 @@ def pretrain(
     SIGTERM, or Ctrl-C once, ends it after its step, saved, with exit code 0;
     1 is a failure while training, 2 a refusal before it.
     """
-    checked = recipe_of(recipe, overrides, settings)
+    traced = [] if trace is None else [f"logging.trace={json.dumps(str(trace))}"]
+    checked = recipe_of(recipe, overrides, [*(settings or ()), *traced])
     from hetero_megatron import train
     from hetero_megatron.elastic import Place
 
@@ -125,12 +135,18 @@ def simulate(
         Path | None,
         typer.Option("--profile", metavar="FILE", help="Times that `profile` has measured."),
     ] = None,
+    beside: Annotated[
+        Path | None,
+        typer.Option(
+            "--beside", metavar="TRACE", help="Compare with steps that `pretrain --trace` has recorded."
+        ),
+    ] = None,
 ) -> None:
     """Predict a step: its time, where each rank's time and memory go, and how far it is from the bound."""
     checked = recipe_of(recipe, overrides, settings)
     from hetero_megatron.cli import simulate as command
 
-    command.run(checked, as_json=as_json, trace=trace, png=png, profile=profile)
+    command.run(checked, as_json=as_json, trace=trace, png=png, profile=profile, beside=beside)
 
 
 @app.command()

@@ -22,6 +22,7 @@ StepPhase = Literal[
     "parameter gather",
     "evaluation",
     "saving",
+    "connecting",
     "switching",
     "leaving",
 ]
