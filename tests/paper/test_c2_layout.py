@@ -1,7 +1,7 @@
 """The layout of C2: five stages of TP 4, 4, 4, 2, 1 beside four of TP 4, on 31 ranks (paper Figure 19).
 
 Ranks and degrees are the paper's. The sizes are a quarter and less: 15 layers for 60, 5 + 4 micro-batches for
-33 + 31. `test_recipe_parity.py` trains the same layout, with 8 layers and with all 60; this one runs by `pytest -m fuzz` only.
+33 + 31. `test_recipe_parity.py` trains the same layout, with 8 layers and with all 60; this one runs by `pytest -m fuzz`.
 """
 
 from dataclasses import replace
