@@ -16,6 +16,7 @@ from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.checkpoint import Failed, Saved, Saver
 from hetero_megatron.runtime.session import Evaluation, Session, StepResult
 from hetero_megatron.runtime.stopping import StopRequest
+from hetero_megatron.turns import Turns
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
 Told = Callable[[StepResult, LoadedStep, Evaluation | None, str | None, int], None]
@@ -78,6 +79,7 @@ class Loop:
     Attributes:
         facts: what a checkpoint says besides where the run stands: recipe, settings, identity of the data.
         held_out: this rank's micro-batches of every evaluation step.
+        turns: who changes the strategy before a step, where there are several.
         newcomers: whether ranks wait to be taken in; `make_way` leaves the loop for them, between two steps.
     """
 
@@ -93,6 +95,7 @@ class Loop:
     checkpoint: CheckpointSection
     evaluation: EvaluationSection | None = None
     held_out: Sequence[Sequence[MicroBatch]] = ()
+    turns: Turns | None = None
     newcomers: Callable[[], bool] = _no_newcomers
     make_way: Callable[[], None] = _make_no_way
 
@@ -117,6 +120,8 @@ class Loop:
                 break
             memory.opened, memory.result = replace(loaded, batches=[]), None
             votes = (float(bool(self.request)), *self.saver.votes(), float(self.newcomers()))
+            if self.turns is not None:
+                self.session = self.turns.take(loaded.strategy)
             result = self.session.step(loaded.batches, True, votes)
             asked = self._finish(result, loaded)
             if result.votes[-1] and not asked:
@@ -171,6 +176,8 @@ class Loop:
 
     def _evaluate(self) -> Evaluation:
         """The loss over all held-out micro-batches, each token with the same weight."""
+        if self.turns is not None:
+            self.session = self.turns.evaluate()
         return Evaluation.of([self.session.evaluate(batches) for batches in self.held_out])
 
     def _save(self, position: DataPosition) -> Saved | Failed | None:

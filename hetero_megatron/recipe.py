@@ -47,6 +47,7 @@ from hetero_megatron.recipe_sections import (
     SourceSection,
     StageSection,
     StrategySection,
+    SwitchingSection,
     TrainingSection,
     recomputes,
     refuse_unknown,
@@ -57,6 +58,8 @@ from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
 # A section written as bare text means this key of it.
 SHORTHANDS = {"model": "preset", "output": "folder", "data": "folder"}
 MOST_ERRORS = 5
+ONLY = "only"
+"""The name of a strategy that is no list's."""
 
 
 def _expanded(section: str) -> BeforeValidator:
@@ -86,7 +89,7 @@ def _auto(value: object) -> object:
 
 
 class Recipe(Section):
-    """One run: model, cluster, strategy, data, training, kernels, evaluation, checkpoint, logging, output, elastic.
+    """One run: its sections, of which model, strategy and training have no default.
 
     >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=100"])
     """
@@ -109,6 +112,7 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
     elastic: ElasticSection = ElasticSection()
+    switching: SwitchingSection = SwitchingSection()
     _file: str = PrivateAttr("recipe")
     _chosen: Strategy | None = PrivateAttr(None)
 
@@ -185,11 +189,20 @@ class Recipe(Section):
             RecipeError: a plan file does not do.
         """
         if self.strategy.several is None:
-            return (NamedStrategy("only", self.make_strategy()),)
+            return (NamedStrategy(ONLY, self.make_strategy()),)
         return tuple(
             NamedStrategy(section.name or "", self._strategy(section), section.max_length)
             for section in self.strategy.several
         )
+
+    @property
+    def evaluates(self) -> int:
+        """The number of the strategy that evaluation takes: the first that takes documents of seq_length tokens."""
+        if self.strategy.several is None:
+            return 0
+        length = self.training.seq_length
+        longest = [_longest(each, length) for each in self.make_strategies()]
+        return next((number for number, held in enumerate(longest) if held >= length), 0)
 
     def make_prepared(self) -> tuple[Strategy, ...]:
         """The strategies of `elastic.plans`, for other ranks than those that the run begins with.
@@ -340,11 +353,17 @@ class Recipe(Section):
         )
         in_rows = [name for name, section in sections.items() if section.packing == "rows"]
         if in_rows:
-            self._check_rows(strategy, in_rows[0])
+            # Of several strategies rows are for the one that evaluation takes: to train on, they need documents.
+            self._check_rows(self.make_strategies()[self.evaluates].strategy, in_rows[0])
 
     def _check_several(self, config: LlamaConfig, cluster: Cluster) -> None:
         """Strategies that a run switches between have the same ranks, for optimizer states stay where they are."""
         if self.strategy.several is None:
+            if self.switching.profile is not None:
+                raise RecipeError(
+                    "switching.profile is for choosing among several strategies, and the recipe has one; leave it out, or "
+                    "write a list of strategies"
+                )
             return
         if self.data.packing != "documents":
             raise RecipeError(
@@ -357,7 +376,12 @@ class Recipe(Section):
                 each.strategy.check(config.facts, cluster.ranks)
             except HeteroError as error:
                 raise RecipeError(f"strategy {each.name!r}: {error}") from error
-            for what in ("ranks", "zero"):
+            if each.strategy.schedule_tasks:
+                raise RecipeError(
+                    f"strategy {each.name!r}: schedule {each.strategy.schedule} is for one number of micro-batches, and the "
+                    "documents of a step decide how many there are; use a schedule by name"
+                )
+            for what in ("ranks", "zero", "offload_optimizer"):
                 first, own = getattr(named[0].strategy, what), getattr(each.strategy, what)
                 if first != own:
                     told = [ranges_text(value) if what == "ranks" else value for value in (first, own)]
@@ -365,12 +389,7 @@ class Recipe(Section):
                         f"strategies {named[0].name!r} and {each.name!r} have {what} {told[0]} and {told[1]}; optimizer "
                         f"states stay where they are when the strategy changes, so all need the same {what}"
                     )
-        longest = max(
-            min(each.max_length or tokens, tokens)
-            for each in named
-            for pipeline in each.strategy.pipelines
-            for tokens in [pipeline.tokens(self.training.seq_length)]
-        )
+        longest = max(_longest(each, self.training.seq_length) for each in named)
         if longest < self.training.seq_length:
             raise RecipeError(
                 f"no strategy takes a document of training.seq_length {self.training.seq_length} tokens: they hold up to "
@@ -392,6 +411,12 @@ class Recipe(Section):
                 self.training.global_batch_size,
                 [(p.micro_batches, p.micro_batch_size) for p in strategy.pipelines],
             )
+
+
+def _longest(named: NamedStrategy, seq_length: int) -> int:
+    """The longest document that a strategy takes."""
+    tokens = max(pipeline.tokens(seq_length) for pipeline in named.strategy.pipelines)
+    return min(named.max_length or tokens, tokens)
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -549,6 +574,7 @@ def _homes() -> dict[str, str]:
         "logging": LoggingSection,
         "data.sources[]": SourceSection,
         "output": OutputSection,
+        "switching": SwitchingSection,
         "elastic": ElasticSection,
         "elastic.faults[]": FaultSection,
         "the top level": Recipe,
