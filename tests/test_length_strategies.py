@@ -107,11 +107,12 @@ def test_a_run_is_made_ready_with_a_program_for_each_strategy_on_one_layout_of_s
 def test_evaluation_takes_the_first_strategy_that_holds_seq_length(tmp_path: Path) -> None:
     short, long = "- name: short" + LIST.split("- name: short")[1], LIST.split("- name: short")[0]
     swapped = "strategy:\n" + short + long.removeprefix("strategy:\n")
-    held_out = "evaluation={data: {}}"
-    run = prepare(load(tmp_path, swapped, held_out))
+    run = prepare(load(tmp_path, swapped, "evaluation={data: {packing: documents}}"))
     assert (list(run.programs), run.evaluates) == (["short", "long"], "long")
-    with pytest.raises(RecipeError, match="global_batch_size: .* leaves micro-batches empty"):
-        load(tmp_path, swapped.replace("micro_batches: 2, stages", "micro_batches: 5, stages"), held_out)
+    with pytest.raises(
+        RecipeError, match="global_batch_size 4 does not fit: the pipelines take at most 2 x 1 = 2"
+    ):
+        load(tmp_path, swapped, "evaluation={data: {packing: rows}}")
 
 
 def test_a_profile_is_what_strategies_are_chosen_by(tmp_path: Path) -> None:

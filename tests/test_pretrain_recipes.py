@@ -91,9 +91,5 @@ def test_the_small_recipe_of_mixed_lengths_is_for_this_machine() -> None:
     found = load_recipe(RECIPES / "mixed_length_cpu.yaml")
     assert (found.cluster, found.data.packing) == (None, "documents")
     named = found.make_strategies()
-    assert [(each.name, each.max_length) for each in named] == [
-        ("long", None),
-        ("medium", 2048),
-        ("short", 1024),
-    ]
+    assert [(each.name, each.max_length) for each in named] == [("long", None), ("short", 2560)]
     assert {each.strategy.ranks for each in named} == {(0, 1, 2, 3)}
