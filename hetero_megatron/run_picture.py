@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH_PER_STEP, NARROWEST, WIDEST = 0.14, 9.0, 15.0
+SEEN = 0.05
+"""The least share of a step's tokens that is worth showing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def draw_run(
     with_lengths = all("lengths" in step for step in steps)
     ratios = (1.0, 1.4, 1.3) if with_lengths else (1.0,)
     width = min(WIDEST, max(NARROWEST, WIDTH_PER_STEP * len(steps) + 3.5))
-    figure = Figure(figsize=(width, 3.3 * len(ratios) + 0.3), layout="constrained")
+    figure = Figure(figsize=(width, 2.9 * len(ratios) + 0.4), layout="constrained")
     panels = list(np.atleast_1d(figure.subplots(len(ratios), 1, height_ratios=ratios)))
     colours = [COLOURS[number % len(COLOURS)] for number in range(len(strategies))]
     own = [colours[step.get("strategy_number", 0)] for step in steps]
@@ -113,16 +115,9 @@ def _documents(
     """The longest document of each step in the colour of its strategy, over where the step's tokens are."""
     places = [step["iteration"] for step in steps]
     for place, step in zip(places, steps, strict=True):
-        whole = sum(tokens for _, tokens in step["lengths"].values())
-        for end, (_, tokens) in step["lengths"].items():
-            axes.fill_between(
-                [place - 0.5, place + 0.5],
-                int(end) / 2,
-                int(end),
-                color=DARK,
-                alpha=0.45 * tokens / whole,
-                linewidth=0,
-                zorder=1,
+        for end, share in _token_shares(step):
+            axes.bar(
+                place, end / 2, 1.0, bottom=end / 2, color=DARK, alpha=0.45 * share, linewidth=0, zorder=1
             )
     longest = [step["longest_document"] for step in steps]
     axes.scatter(places, longest, c=list(own), s=38, edgecolors="white", linewidths=0.6, zorder=3)
@@ -141,12 +136,18 @@ def _documents(
             )
     axes.set_yscale("log", base=2)
     top = 2 ** int(np.ceil(np.log2(max(longest))))
-    lowest = min(int(end) for step in steps for end in step["lengths"]) // 2
+    lowest = min(end for step in steps for end, share in _token_shares(step) if share >= SEEN) // 2
     ticks = [tick for tick in (2**power for power in range(2, 31)) if lowest <= tick <= top]
     axes.set_yticks(ticks, [short(tick) for tick in ticks])
     axes.set_ylim(max(1, lowest), top * 1.25)
     axes.set_xlim(places[0] - 0.7, places[-1] + 0.7)
     axes.set_ylabel("longest document;\ngrey: where the tokens are")
+
+
+def _token_shares(step: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """The share of a step's tokens in documents of each length, by the length's end."""
+    whole = sum(tokens for _, tokens in step["lengths"].values())
+    return [(int(end), tokens / whole) for end, (_, tokens) in step["lengths"].items()]
 
 
 def _seconds(axes: "Axes", steps: Sequence[Mapping[str, Any]], own: Sequence[str]) -> None:

@@ -93,7 +93,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     held_out = f"evaluation: {{data: {{folder: {texts}, packing: documents}}, interval: 5, iters: 2}}\n"
     text = RECIPE.replace("data: {", f"data: {{folder: {texts}, ") + held_out
     text = text.replace("PROFILE", str(profile(folder / "machine.json")))
-    path.write_text(text + f"logging: {{tensorboard: true}}\noutput: {folder / 'whole'}\n")
+    path.write_text(
+        text + f"logging: {{tensorboard: true}}\ncheckpoint: {{interval: 3}}\noutput: {folder / 'whole'}\n"
+    )
     return path
 
 
