@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from hetero_megatron.data.loader import LoadedStep
 from hetero_megatron.metrics import Metrics, StepFacts, Turn, peak_memory_bytes, run_facts
 from hetero_megatron.models.config import flops_per_token
+from hetero_megatron.pace import Pace
 from hetero_megatron.report import RunProgress, RunSummary, log_line, short_strategy, validation_line
 from hetero_megatron.run import Run
 from hetero_megatron.runtime.session import Evaluation, Session, StepResult
@@ -25,6 +26,7 @@ class Journal:
         self._names, self._strategies = list(run.programs), strategy_texts(run)
         self._switch_seconds = 0.0
         self._in_trouble = False
+        self.pace: Pace | None = None
 
     @staticmethod
     @contextlib.contextmanager
@@ -81,6 +83,7 @@ class Journal:
         padding = loaded.padding / max(1, loaded.tokens + loaded.padding)
         if loaded.report is not None:
             padding = loaded.report.padding_share
+        rates = _measured(self.pace)
         facts = StepFacts(
             loaded.samples.first,
             loaded.position.sample,
@@ -92,6 +95,7 @@ class Journal:
             note,
             loaded.lengths,
             Turn(number, self._names[number], self._switch_seconds) if several else None,
+            rates,
         )
         self._switch_seconds = 0.0
         if self._metrics is not None:
@@ -107,6 +111,7 @@ class Journal:
                     self._strategies[number],
                     loaded.position.sample,
                     loaded.wait_seconds,
+                    rates,
                 )
             )
         if note:
@@ -150,6 +155,12 @@ def strategy_texts(run: Run) -> list[str]:
         f"{name} {short_strategy(program.strategy)}" if several else short_strategy(program.strategy)
         for name, program in run.programs.items()
     ]
+
+
+def _measured(pace: Pace | None) -> dict[int, float]:
+    """FLOP/s of the ranks that have told theirs."""
+    rates = {} if pace is None else pace.rates
+    return {rank: rate.compute for rank, rate in rates.items() if rate.compute}
 
 
 def _flops_per_token(run: Run) -> int:

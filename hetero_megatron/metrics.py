@@ -9,7 +9,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from io import RawIOBase
 from pathlib import Path
@@ -26,7 +26,7 @@ from hetero_megatron.runtime.session import Evaluation, StepResult
 
 ByLength = dict[str, list[int]]
 """Documents and their tokens, by the power of two up to which they are long: {"256": [3, 540]}."""
-Value = float | int | str | ByLength | None
+Value = float | int | str | dict[str, float] | ByLength | None
 METRICS, RUN = "metrics.jsonl", "run.json"
 LARGEST_EXPONENT = 20
 """A perplexity is exp of at most this, as Megatron prints it."""
@@ -65,6 +65,7 @@ class StepFacts:
         note: what is worth reading later, such as a loss spike.
         lengths: of the step's documents, where they are shared by length.
         turn: of a run with several strategies.
+        rates: FLOP/s of each rank while it computed, in the step before; those that are known.
     """
 
     first_sample: int
@@ -77,6 +78,7 @@ class StepFacts:
     note: str | None = None
     lengths: Sequence[int] = ()
     turn: Turn | None = None
+    rates: Mapping[int, float] = field(default_factory=dict)
 
 
 def perplexity(loss: float) -> float:
@@ -122,6 +124,8 @@ def step_values(result: StepResult, facts: StepFacts, flops_per_token: int, devi
         values["strategy"] = facts.turn.strategy
         values["strategy_number"] = facts.turn.number
         values["switch_seconds"] = facts.turn.switch_seconds
+    if facts.rates:
+        values["rank_tflops"] = {str(rank): rate / 1e12 for rank, rate in facts.rates.items()}
     if facts.note:
         values["note"] = facts.note
     return {

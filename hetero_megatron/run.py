@@ -23,6 +23,7 @@ from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.switcher import check_shared
 from hetero_megatron.runtime.world import World
 from hetero_megatron.starting import SettingsAt, Start, agree_on_start, find_start
+from hetero_megatron.tracing import check_trace
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -133,6 +134,7 @@ def prepare(recipe: Recipe) -> Run:
         if recipe.weights_folder is not None:
             say(f"first weights: those of {recipe.weights_folder}, where there is no checkpoint")
         start = find_start(recipe, program, settings_of(recipe, data), identity, say)
+        check_trace(recipe.logging, start.iteration, start.settings.train_iters)
         return Run(
             recipe,
             config,

@@ -197,6 +197,11 @@ def test_a_strategy_that_cannot_be_built_is_named(recipe: Recipe, monkeypatch: p
             r"strategy\[1\]\.max_lenght: unknown key; did you mean max_length\?",
         ),
         (
+            "data: {",
+            "elastic: {stragglers: propose}\ndata: {",
+            "elastic.stragglers: propose plans one strategy for the measured speeds, and the recipe has several; leave",
+        ),
+        (
             "packing: documents",
             "packing: rows",
             "several strategies are chosen by the lengths of a step's documents",
