@@ -26,9 +26,8 @@ class ChangeRequests:
         return lambda: watch.wants_change or self._member.is_awaited()
 
     def _ask(self, strategy: Strategy) -> None:
-        self._member.store.set(
-            f"asked/{self._member.view.generation + 1}", base64.b64encode(pickle.dumps(strategy)).decode()
-        )
+        text = base64.b64encode(pickle.dumps(strategy)).decode()
+        self._member.store.set(f"asked/{self._member.view.generation + 1}", text)
 
     def strategy(self, view: View) -> Strategy | None:
         """The strategy that was asked for last and is for just the ranks of this view, if any."""

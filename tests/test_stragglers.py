@@ -225,18 +225,12 @@ def test_each_rank_fills_its_own_place_among_the_votes_and_their_sum_has_all() -
 
 
 def test_what_was_asked_for_holds_for_just_its_ranks_until_something_else_is() -> None:
-    stored: dict[str, bytes] = {}
+    stored: dict[str, str] = {}
     store = SimpleNamespace(
         set=stored.__setitem__, get=stored.__getitem__, check=lambda keys: all(key in stored for key in keys)
     )
     member = SimpleNamespace(store=store, view=View(2, (0, 1)), is_awaited=lambda: False)
-    made: list[tuple[str, tuple[int, ...]]] = []
-
-    def build_it(wanted: Strategy, ranks: tuple[int, ...]) -> Program:
-        made.append((spelt(wanted), ranks))
-        return cast(Program, wanted)
-
-    requests = ChangeRequests(cast(Member, member), build_it)
+    requests = ChangeRequests(cast(Member, member))
     watch = cast(Watch, SimpleNamespace(ask=None, wants_change=False))
     stops = requests.attend(watch)
     assert not stops()
@@ -245,9 +239,8 @@ def test_what_was_asked_for_holds_for_just_its_ranks_until_something_else_is() -
     watch.ask(first)
     watch.wants_change = True
     assert stops()
-    assert requests.program(View(2, (0, 1))) is None, "asked for later than this view"
+    assert requests.strategy(View(2, (0, 1))) is None, "asked for later than this view"
     for view in (View(3, (0, 1)), View(3, (0, 1)), View(4, (0, 1))):
-        assert requests.program(view) == first
-    assert requests.program(View(5, (1,))) is None, "a rank is lost"
-    assert requests.program(View(6, (0, 1))) == first
-    assert made == [("8 x [rank 0: 0 > rank 1: 1-3]", (0, 1))] * 3
+        assert requests.strategy(view) == first
+    assert requests.strategy(View(5, (1,))) is None, "a rank is lost"
+    assert requests.strategy(View(6, (0, 1))) == first
