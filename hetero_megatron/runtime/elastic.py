@@ -100,6 +100,7 @@ class Recovery:
         seconds: by phase: detect, agree, plan, groups, specialize, move.
         lost_state: what no survivor holds, when the run had to go back to a checkpoint.
         completed: whether this rank made the last update afterwards.
+        moved_bytes: of master weights and moments, sent by all ranks together.
     """
 
     view: View
@@ -108,6 +109,7 @@ class Recovery:
     seconds: Mapping[str, float]
     lost_state: str = ""
     completed: bool = False
+    moved_bytes: int = 0
 
     def __str__(self) -> str:
         """The line for the log."""
@@ -124,7 +126,8 @@ class Recovery:
         back = f"; {self.lost_state}: back to the last checkpoint" if self.lost_state else ""
         return (
             f"{lost}{noticed}{back}; going on with ranks {ranges_text(self.view.ranks)}{joined} after "
-            f"iteration {self.iteration}, in {sum(self.seconds.values()):.3f} s ({parts})"
+            f"iteration {self.iteration}, in {sum(self.seconds.values()):.3f} s ({parts}), "
+            f"{self.moved_bytes / 1e6:,.2f} MB moved"
         )
 
 
@@ -295,7 +298,7 @@ class ElasticSession:
         clock.lap("plan")
         groups = self._connect(program, view)
         clock.lap("groups")
-        making, lost_state = self._making, ""
+        making, lost_state, moved_bytes = self._making, "", 0
         has_part = self.member.rank in program.strategy.ranks
         session: Session | None = None
         try:
@@ -312,7 +315,9 @@ class ElasticSession:
             after = None if session is None else session.state
             shadows = old.copies.shadows if old is not None and old.copies is not None else {}
             own = {ward: shadows[ward] for ward, guardian in acting.items() if guardian == self.member.rank}
-            self._move(Moves(plan, self.world, before, after, acting=acting, shadows=own), view, session)
+            moves = Moves(plan, self.world, before, after, acting=acting, shadows=own)
+            self._move(moves, view, session)
+            moved_bytes = int(sum(sum(by_link.values()) for by_link in moves.bytes_sent.values()))
         except ReshardError as error:
             if self._restart is None:
                 raise RuntimeFailure(f"{error}; this run has no checkpoint to go back to") from error
@@ -331,7 +336,9 @@ class ElasticSession:
             self.completed = None
         self._take(session, view.generation)
         iteration = view.iteration if session is None else session.iteration
-        self.recoveries.append(Recovery(view, noticed, iteration, seconds, lost_state, completed))
+        self.recoveries.append(
+            Recovery(view, noticed, iteration, seconds, lost_state, completed, moved_bytes)
+        )
         gc.collect()
 
     def _move(self, moves: Moves, view: View, session: Session | None) -> None:
@@ -385,4 +392,4 @@ class _Clock:
 def _in_short(error: RuntimeError) -> str:
     """`Connection reset by peer`: without the place in the library, the addresses, and the advice."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"\[[^\]]*\]:? *", "", text.partition(". This is")[0]).strip()[:120]
+    return re.sub(r"\[[^\]]*\](:\d+|:)? *", "", text.partition(". This is")[0]).strip()[:120]
