@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from benchmarks.figure16.traces import ROOT, Trace
+from hetero_megatron.runtime.launch import end_with_parent
 
 _POLL_SECONDS = 0.02
 
@@ -87,6 +89,7 @@ class Nodes:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=partial(end_with_parent, os.getpid()),
             )
         return time.time()
 
