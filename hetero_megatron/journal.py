@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from hetero_megatron.data.loader import LoadedStep
 from hetero_megatron.metrics import Metrics, StepFacts, peak_memory_bytes, run_facts
 from hetero_megatron.models.config import flops_per_token
+from hetero_megatron.pace import Pace
 from hetero_megatron.report import RunProgress, RunSummary, log_line, short_strategy, validation_line
 from hetero_megatron.run import Run
 from hetero_megatron.runtime.session import Evaluation, Session, StepResult
@@ -19,6 +20,7 @@ class Journal:
         self._summary = RunSummary(_flops_per_token(run))
         self._strategy = short_strategy(run.program.strategy)
         self._in_trouble = False
+        self.pace: Pace | None = None
 
     @staticmethod
     @contextlib.contextmanager
@@ -67,6 +69,7 @@ class Journal:
         padding = loaded.padding / max(1, loaded.tokens + loaded.padding)
         if loaded.report is not None:
             padding = loaded.report.padding_share
+        rates = _measured(self.pace)
         facts = StepFacts(
             loaded.samples.first,
             loaded.position.sample,
@@ -76,6 +79,7 @@ class Journal:
             measured,
             peak_memory_bytes(self._session.world.device),
             note,
+            rates,
         )
         if self._metrics is not None:
             self._metrics.step(result, facts)
@@ -90,6 +94,7 @@ class Journal:
                     self._strategy,
                     loaded.position.sample,
                     loaded.wait_seconds,
+                    rates,
                 )
             )
         if note:
@@ -124,6 +129,12 @@ class Journal:
         if self._metrics.trouble:
             self.say(f"WARNING: {self._metrics.trouble}; the last steps are missing there")
         self._summary.print(self._run.folder)
+
+
+def _measured(pace: Pace | None) -> dict[int, float]:
+    """FLOP/s of the ranks that have told theirs."""
+    rates = {} if pace is None else pace.rates
+    return {rank: rate.compute for rank, rate in rates.items() if rate.compute}
 
 
 def _flops_per_token(run: Run) -> int:

@@ -9,7 +9,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from io import RawIOBase
 from pathlib import Path
@@ -24,7 +24,7 @@ from hetero_megatron.errors import RecipeError, RuntimeFailure
 from hetero_megatron.runtime.clock import KINDS
 from hetero_megatron.runtime.session import Evaluation, StepResult
 
-Value = float | int | str | None
+Value = float | int | str | dict[str, float] | None
 METRICS, RUN = "metrics.jsonl", "run.json"
 LARGEST_EXPONENT = 20
 """A perplexity is exp of at most this, as Megatron prints it."""
@@ -52,6 +52,7 @@ class StepFacts:
         evaluation: what was measured after the step.
         peak_memory_bytes: of this rank's GPU so far (`peak_memory_bytes`).
         note: what is worth reading later, such as a loss spike.
+        rates: FLOP/s of each rank while it computed, in the step before; those that are known.
     """
 
     first_sample: int
@@ -62,6 +63,7 @@ class StepFacts:
     evaluation: Evaluation | None = None
     peak_memory_bytes: int | None = None
     note: str | None = None
+    rates: Mapping[int, float] = field(default_factory=dict)
 
 
 def perplexity(loss: float) -> float:
@@ -100,6 +102,8 @@ def step_values(result: StepResult, facts: StepFacts, flops_per_token: int, devi
         values["evaluation_tokens"] = facts.evaluation.valid_tokens
     if facts.peak_memory_bytes is not None:
         values["peak_memory_bytes"] = facts.peak_memory_bytes
+    if facts.rates:
+        values["rank_tflops"] = {str(rank): rate / 1e12 for rank, rate in facts.rates.items()}
     if facts.note:
         values["note"] = facts.note
     return {

@@ -1,7 +1,7 @@
 """What a run shows: the strategy as a table, Megatron-format log lines, a progress bar, and a summary."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import StringIO
 from pathlib import Path
 from types import TracebackType
@@ -121,8 +121,11 @@ def log_line(
     strategy: str,
     consumed_samples: int | None = None,
     data_wait_seconds: float | None = None,
+    rates: Mapping[int, float] | None = None,
 ) -> str:
-    """One line in Megatron's format, with ` strategy | tokens/s | bubble | data wait ` appended.
+    """One line in Megatron's format, with ` strategy | tokens/s | bubble | data wait | compute ` appended.
+
+    `rates`: FLOP/s of each rank while it computed; of several, the slowest is named.
 
     `global_batch_size` is that of this step; `consumed_samples`, left out, is as many in each step so far.
     """
@@ -145,6 +148,10 @@ def log_line(
     ]
     if data_wait_seconds is not None:
         parts.append(f"data wait (ms): {data_wait_seconds * 1e3:.1f}")
+    if rates:
+        slowest = min(rates, key=lambda rank: rates[rank])
+        most = "" if len(rates) == 1 else f" to {max(rates.values()) / 1e12:.4g}, slowest rank {slowest}"
+        parts.append(f"compute TFLOP/s: {rates[slowest] / 1e12:.4g}{most}")
     note = f"\n  step {result.iteration} made no update: {result.skipped}" if result.skipped else ""
     return " | ".join(parts) + " |" + note
 

@@ -33,6 +33,7 @@ from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.world import Say, World
 from hetero_megatron.starting import SettingsAt, Start, agree_on_start, find_start
+from hetero_megatron.tracing import check_trace
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -179,6 +180,7 @@ def prepare(recipe: Recipe) -> Run:
         if recipe.weights_folder is not None:
             say(f"first weights: those of {recipe.weights_folder}, where there is no checkpoint")
         start = find_start(recipe, program, settings_of(recipe, data), identity, say)
+        check_trace(recipe.logging, start.iteration, start.settings.train_iters)
         return Run(
             recipe,
             config,

@@ -20,7 +20,8 @@ from hetero_megatron.journal import Journal
 from hetero_megatron.layers.initial import initial_value, initial_values
 from hetero_megatron.loop import Loop, Memory
 from hetero_megatron.models.hf_weights import hf_initial
-from hetero_megatron.recipe import load_recipe
+from hetero_megatron.pace import Pace
+from hetero_megatron.recipe import Recipe, load_recipe
 from hetero_megatron.report import short_strategy, strategy_table
 from hetero_megatron.run import DTYPES, Run, prepare
 from hetero_megatron.runtime.agree import agree_on_kernels
@@ -36,6 +37,8 @@ from hetero_megatron.runtime.session import Session
 from hetero_megatron.runtime.state import ParameterSlot
 from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.runtime.world import World
+from hetero_megatron.stragglers import Watch
+from hetero_megatron.tracing import Tracer
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
 if TYPE_CHECKING:
@@ -63,11 +66,11 @@ def start_session(run: Run, world: World) -> Session:
 
 def initial_of(run: Run, device: torch.device) -> Callable[[ParameterSlot], torch.Tensor]:
     """The first value of a shard, which no strategy changes (DESIGN decision 5)."""
-    folder = run.recipe.weights_folder
+    weights = run.recipe.open_weights()
     if run.start.saved is not None:
         return run.start.saved.initial
-    if folder is not None:
-        return hf_initial(folder, run.config)
+    if weights is not None:
+        return hf_initial(weights)
     specs, seed = initial_values(run.model), run.recipe.training.seed
 
     def initial(slot: ParameterSlot) -> torch.Tensor:
@@ -86,10 +89,12 @@ def train_rank(run: Run, world: World, loader: Loader, request: StopRequest) -> 
         journal.end(loop.run())
 
 
-def saver_of(run: Run, session: Session, journal: Journal) -> Saver:
-    """What saves a session into the run's folder, as the recipe says."""
+def saver_of(run: Run, session: Session, journal: Journal, forsaken: bool = False) -> Saver:
+    """What saves a session into the run's folder, as the recipe says; `forsaken` saves of lost ranks are removed."""
     section = run.recipe.checkpoint
-    return Saver(run.folder, session, section.keep_last, section.asynchronous, say=journal.say)
+    return Saver(
+        run.folder, session, section.keep_last, section.asynchronous, say=journal.say, forsaken=forsaken
+    )
 
 
 def loop_of(
@@ -103,6 +108,10 @@ def loop_of(
 ) -> Loop:
     """The training loop that the recipe describes."""
     recipe, world = run.recipe, session.world
+    pace = journal.pace = Pace(run.config)
+    watch = None
+    if recipe.elastic.stragglers != "ignore" and world.leads:
+        watch = Watch(recipe, run.folder, run.settings.train_iters, journal.say)
     return Loop(
         session,
         loader,
@@ -116,6 +125,9 @@ def loop_of(
         checkpoint=recipe.checkpoint,
         evaluation=recipe.evaluation,
         held_out=run.held_out_batches(world.rank, world.device),
+        tracer=Tracer.of(recipe.logging, run.start.iteration, run.settings.train_iters, journal.say),
+        pace=pace,
+        watch=watch,
     )
 
 
@@ -156,6 +168,7 @@ def start(run: Run, environment: Mapping[str, str], elastic: "Place | None" = No
     """
     if elastic is None and "RANK" in environment and "WORLD_SIZE" in environment:
         with run.recipe.named():
+            refuse_change_without_elastic(run.recipe, False)
             pretrain_under_launcher(
                 run,
                 int(environment["RANK"]),
@@ -164,11 +177,25 @@ def start(run: Run, environment: Mapping[str, str], elastic: "Place | None" = No
             )
         return 0
     with run.recipe.named():
+        refuse_change_without_elastic(run.recipe, elastic is not None)
         if elastic is not None:
             from hetero_megatron.elastic import pretrain_elastic
 
             return pretrain_elastic(run, elastic)
         return pretrain(run)
+
+
+def refuse_change_without_elastic(recipe: Recipe, elastic: bool) -> None:
+    """Only an elastic run can change its strategy for measured speeds.
+
+    Raises:
+        StrategyError: the recipe asks another run to.
+    """
+    if recipe.elastic.stragglers == "replan" and not elastic:
+        raise StrategyError(
+            "elastic.stragglers: replan changes the strategy of an elastic run; start it with `pretrain --elastic`, or let "
+            "the plan only be written to the run's folder with propose"
+        )
 
 
 def pretrain(run: Run) -> int:

@@ -1,4 +1,4 @@
-"""A picture like the paper's Figure 16: what each step took as time goes by, recoveries marked; losses beside one device's."""
+"""A picture like the paper's Figure 16: what each step took as time goes by, recoveries marked; losses beside one's."""
 
 from collections.abc import Sequence
 from pathlib import Path
