@@ -10,6 +10,7 @@ from hetero_megatron.planner.plan import Plan, make_plan
 from hetero_megatron.planner.problem import Choices
 from hetero_megatron.planner.replan import replan
 from hetero_megatron.planner.solver import NONE, Solver
+from hetero_megatron.profile_file import profiles_of
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.recipe_plan import problem_of
@@ -89,7 +90,7 @@ def _plan(recipe: Recipe, written: Strategy) -> Plan:
     costs = Costs(
         problem.config,
         problem.cluster,
-        None,
+        profiles_of(recipe),
         problem.seq_length,
         recipe.training.precision,
         written.sequence_parallel,
