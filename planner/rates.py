@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from hetero_megatron.cluster import DeviceKind, Link
+from hetero_megatron.cluster import DeviceKind, Link, model_of
 
 DIRECTIONS = 2
 """Links between devices of one node count both directions together; a message takes one."""
@@ -93,7 +93,7 @@ LINK_SHARES: Mapping[str, float] = MappingProxyType(
 
 def sustained_flops(kind: DeviceKind, tp: int) -> float:
     """FLOP/s of one device of `kind` in a tensor-parallel group of `tp`; 30% of the peak for a kind without an entry."""
-    entry = SUSTAINED.get(kind.name)
+    entry = SUSTAINED.get(model_of(kind.name))
     return kind.flops * (entry.share(tp) if entry else 0.3)
 
 
