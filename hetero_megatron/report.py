@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from io import StringIO
 from pathlib import Path
 from types import TracebackType
 
@@ -71,6 +72,14 @@ def strategy_table(strategy: Strategy, colour: Callable[[Stage], str] = lambda s
     ]
     idle = [f"idle: {rank_text(strategy.idle_ranks)}"] if strategy.idle_ranks else []
     return Group(*tables, *idle)
+
+
+def strategy_text(strategy: Strategy) -> str:
+    """The table as text."""
+    console = Console(width=COLUMNS, file=StringIO())
+    with console.capture() as printed:
+        console.print(strategy_table(strategy))
+    return printed.get()
 
 
 def _cell(stage: Stage, first: bool, last: bool) -> str:
