@@ -66,11 +66,11 @@ def start_session(run: Run, world: World) -> Session:
 
 def initial_of(run: Run, device: torch.device) -> Callable[[ParameterSlot], torch.Tensor]:
     """The first value of a shard, which no strategy changes (DESIGN decision 5)."""
-    folder = run.recipe.weights_folder
+    weights = run.recipe.open_weights()
     if run.start.saved is not None:
         return run.start.saved.initial
-    if folder is not None:
-        return hf_initial(folder, run.config)
+    if weights is not None:
+        return hf_initial(weights)
     specs, seed = initial_values(run.model), run.recipe.training.seed
 
     def initial(slot: ParameterSlot) -> torch.Tensor:
@@ -89,10 +89,12 @@ def train_rank(run: Run, world: World, loader: Loader, request: StopRequest) -> 
         journal.end(loop.run())
 
 
-def saver_of(run: Run, session: Session, journal: Journal) -> Saver:
-    """What saves a session into the run's folder, as the recipe says."""
+def saver_of(run: Run, session: Session, journal: Journal, forsaken: bool = False) -> Saver:
+    """What saves a session into the run's folder, as the recipe says; `forsaken` saves of lost ranks are removed."""
     section = run.recipe.checkpoint
-    return Saver(run.folder, session, section.keep_last, section.asynchronous, say=journal.say)
+    return Saver(
+        run.folder, session, section.keep_last, section.asynchronous, say=journal.say, forsaken=forsaken
+    )
 
 
 def loop_of(

@@ -11,7 +11,8 @@ from hetero_megatron.errors import RecipeError
 from hetero_megatron.models.presets import PRESETS
 from hetero_megatron.pipeline.schedule import gpipe
 from hetero_megatron.recipe import Recipe, load_recipe
-from hetero_megatron.recipe_text import layer_ranges, nearest, number_list
+from hetero_megatron.recipe_refusals import nearest
+from hetero_megatron.recipe_text import layer_ranges, number_list
 from hetero_megatron.strategy import Pipeline, Recompute, Stage
 
 RECIPES = Path(__file__).parent.parent / "recipes"

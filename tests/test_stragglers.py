@@ -6,12 +6,14 @@ from typing import cast
 
 import pytest
 import torch
+from torch.distributed import Store
 
 from hetero_megatron import train
 from hetero_megatron.change_request import ChangeRequests
 from hetero_megatron.cluster import KINDS, Cluster, model_of
 from hetero_megatron.errors import StrategyError
 from hetero_megatron.models.llama import Llama
+from hetero_megatron.next_program import NextProgram
 from hetero_megatron.pace import Pace, Rate, stage_flops
 from hetero_megatron.planner.profiles import Kept, Measurement, Profiles, Update
 from hetero_megatron.planner.rates import sustained_flops
@@ -19,7 +21,6 @@ from hetero_megatron.planner.work import Work, memory_rate
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe, load_recipe
 from hetero_megatron.run import Run, build_program
-from hetero_megatron.runtime.membership import Member, View
 from hetero_megatron.runtime.session import Passes, Session
 from hetero_megatron.stragglers import WARM_UP, WINDOW, Planner, Watch, alike, spelt
 from hetero_megatron.strategy import Strategy
@@ -229,25 +230,21 @@ def test_what_was_asked_for_holds_for_just_its_ranks_until_something_else_is() -
     store = SimpleNamespace(
         set=stored.__setitem__, get=stored.__getitem__, check=lambda keys: all(key in stored for key in keys)
     )
-    member = SimpleNamespace(store=store, view=View(2, (0, 1)), is_awaited=lambda: False)
-    made: list[tuple[str, tuple[int, ...]]] = []
-
-    def build_it(wanted: Strategy, ranks: tuple[int, ...]) -> Program:
-        made.append((spelt(wanted), ranks))
-        return cast(Program, wanted)
-
-    requests = ChangeRequests(cast(Member, member), build_it)
-    watch = cast(Watch, SimpleNamespace(ask=None, wants_change=False))
-    stops = requests.attend(watch)
+    written = strategy((8, 1, [stage("0", "0-1"), stage("1", "2-3")]))
+    following = SimpleNamespace(strategy=lambda base, ranks: (written, f"for {ranks}"))
+    requests = ChangeRequests(cast(Store, store), cast(NextProgram, following))
+    watch, base = cast(Watch, SimpleNamespace(ask=None, wants_change=False)), cast(Program, None)
+    stops = requests.attend(watch, lambda: False)
     assert not stops()
+    assert requests.attend(watch, lambda: True)()
+    assert requests.strategy(base, (0, 1)) == (written, "for (0, 1)")
     assert watch.ask is not None
     first = strategy((8, 1, [stage("0", "0"), stage("1", "1-3")]))
     watch.ask(first)
     watch.wants_change = True
     assert stops()
-    assert requests.program(View(2, (0, 1))) is None, "asked for later than this view"
-    for view in (View(3, (0, 1)), View(3, (0, 1)), View(4, (0, 1))):
-        assert requests.program(view) == first
-    assert requests.program(View(5, (1,))) is None, "a rank is lost"
-    assert requests.program(View(6, (0, 1))) == first
-    assert made == [("8 x [rank 0: 0 > rank 1: 1-3]", (0, 1))] * 3
+    assert requests.strategy(base, (0, 1)) == (first, "the strategy for the measured rates")
+    assert requests.strategy(base, (1,)) == (written, "for (1,)"), "a rank is lost"
+    second = strategy((8, 1, [stage("1", "0"), stage("0", "1-3")]))
+    watch.ask(second)
+    assert requests.strategy(base, (0, 1))[0] == second

@@ -8,6 +8,7 @@ every rank has, so all see a stage end at the same step and nobody waits or asks
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.errors import CheckpointError
-from hetero_megatron.runtime.checkpoint_files import finish, finished, folder_of, remove, set_aside, tidy
+from hetero_megatron.runtime.checkpoint_files import (
+    finish,
+    finished,
+    folder_of,
+    remove,
+    set_aside,
+    tidy,
+    unfinished,
+)
 from hetero_megatron.runtime.checkpoint_header import Header
 from hetero_megatron.runtime.checkpoint_parts import MASTER, MOMENTS, Part, parts_of, shapes_of
 from hetero_megatron.runtime.checkpoint_snapshot import Snapshot, Tensors, live
@@ -76,12 +85,14 @@ class Saver:
         asynchronous: bool = True,
         stop_on_failure: bool = False,
         say: Say = print,
+        forsaken: bool = False,
     ) -> None:
         """Collective, after the session was restored, if it was.
 
         Finished checkpoints of later iterations than the session's, which its run has left by going on from an
-        earlier one, are renamed to `iter_....aside`, so that the newest one is always of this run. `say` is called
-        on the first rank.
+        earlier one, are renamed to `iter_....aside`, so that the newest one is always of this run. With `forsaken`,
+        saves that were begun and not ended are removed: ranks that had a part in them are gone, and no rank that is
+        left writes. `say` is called on the first rank.
 
         Raises:
             CheckpointError: the folder cannot be made or written; `keep_last` is below 1; the same on every rank.
@@ -98,9 +109,11 @@ class Saver:
         self._all_parts: tuple[Part, ...] | None = None
         self._snapshot = Snapshot(session.state, self._kinds)
         self._pending: _Pending | None = None
-        self._saved = self._open_folder()
+        # Told of an iteration when some of its tensors are written, and some are not; by the thread that writes.
+        self.amid: Callable[[int], None] | None = None
+        self._saved = self._open_folder(forsaken)
 
-    def _open_folder(self) -> set[int]:
+    def _open_folder(self, forsaken: bool) -> set[int]:
         """Set later checkpoints aside; the iterations that need no saving."""
         found: list[Any] = [None, ""]
         if self._leads:
@@ -111,6 +124,9 @@ class Saver:
                         f"{path.name.split('.')[0]} is later than iteration {self._session.iteration}, from which this "
                         f"run goes on; it is kept as {path.name}"
                     )
+                for path in unfinished(self._folder) if forsaken else ():
+                    remove(path)
+                    self._say(f"{path.name} was not saved: ranks were lost meanwhile; its files are removed")
                 found[0] = set(finished(self._folder))
             except OSError as error:
                 found[1] = str(could_not_write(self._folder, error))
@@ -181,7 +197,9 @@ class Saver:
     def _write(self, pending: _Pending, tensors: Tensors) -> None:
         self._snapshot.wait()
         number = self._world.ranks.index(self._world.rank)
-        pending.written = write_parts(pending.path, number, self._parts, tensors, pending.cancelled)
+        iteration = pending.header.iteration
+        amid = None if self.amid is None else partial(self.amid, iteration)
+        pending.written = write_parts(pending.path, number, self._parts, tensors, pending.cancelled, amid)
 
     def votes(self) -> tuple[float, float]:
         """For `Session.step(votes=...)`: whether this rank's work for the stage is done, and whether it failed."""

@@ -20,6 +20,10 @@ from hetero_megatron.runtime.board import Board
 _POLL_SECONDS = 0.002
 
 
+class Halted(RuntimeError):
+    """Somebody of this generation was lost while this rank waited for the others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a rank is.
@@ -49,7 +53,7 @@ class View:
     Attributes:
         ranks: ascending, those that joined included.
         lost: members of the generation before that are gone, why by rank.
-        joined: ranks that hold nothing yet.
+        joined: ranks that hold nothing of what the others have in the layout of `base`.
         iteration: the last step that counts; `agreed` are its numbers, with which a rank that has not heard of
             them makes its update.
         base: the generation whose layout the state is in.
@@ -109,8 +113,12 @@ class Member:
     def store(self) -> dist.TCPStore:
         """This process's connection to the store, made at first use."""
         if self._store is None:
-            self._store = connect(*self._address)
+            self._store = self.connect()
         return self._store
+
+    def connect(self) -> dist.TCPStore:
+        """Another connection to the store."""
+        return connect(*self._address)
 
     def enter(self) -> View:
         """Begin to show signs of life; the first view that has this rank."""
@@ -141,6 +149,36 @@ class Member:
     def is_halted(self) -> bool:
         """Whether somebody of this generation has stopped or is gone."""
         return bool(self.store.check([f"halt/{self.view.generation}"]))
+
+    def wait_for_all(self, what: str, ranks: Sequence[int]) -> None:
+        """Collective: until all `ranks` have come to the point `what` of this generation.
+
+        Raises:
+            Halted: one of them was lost before.
+        """
+        prefix = f"{what}/{self.view.generation}"
+        self.store.set(f"{prefix}/{self.rank}", "")
+        self._wait_unless_halted([f"{prefix}/{rank}" for rank in ranks])
+
+    def share(self, what: str, value: str | None, generation: int | None = None) -> str:
+        """Of one rank of a generation, which has the value: told to the others, who wait for it and for later ones.
+
+        Raises:
+            Halted: a rank of this generation was lost before.
+        """
+        key = f"{what}/{self.view.generation if generation is None else generation}"
+        if value is not None:
+            self.store.set(key, value)
+            return value
+        self._wait_unless_halted([key])
+        return self.store.get(key).decode()
+
+    def _wait_unless_halted(self, keys: Sequence[str]) -> None:
+        keys = list(keys)
+        while not self.store.check(keys):
+            if self.is_halted():
+                raise Halted("another rank was lost while this one waited")
+            time.sleep(_POLL_SECONDS)
 
     def wait_for_work(self) -> bool:
         """Of a rank without a part in the strategy: wait until the view changes (True) or training is over."""
@@ -264,22 +302,24 @@ class Coordinator:
         old = self.view
         survivors = [rank for rank in old.ranks if rank not in self._gone]
         told = {rank: Progress(**json.loads(self._store.get(self._key(rank)))) for rank in survivors}
-        joined = tuple(sorted(set(self._joining) - set(survivors)))
+        came = set(self._joining) - set(survivors) - set(self._gone)
         held = [each for each in told.values() if each.iteration >= 0]
+        base = max((each.base for each in held), default=0)
+        # Whoever joined a generation whose layout was never complete holds nothing still.
+        still = set(old.joined) & set(survivors) if base != old.generation else set[int]()
         end = ""
         if not held:
             end = "nobody who is left holds a part of the model"
         furthest = max(held, key=lambda each: (each.iteration, each.agreed is not None), default=Progress(0))
-        moved = furthest.iteration > old.iteration or joined
+        moved = furthest.iteration > old.iteration or came
         self._without_progress = 0 if moved else self._without_progress + 1
         if self._without_progress > 5:
             end = f"{self._without_progress} times in a row ranks have stopped without having made a step"
-        base = max((each.base for each in held), default=0)
         view = View(
             old.generation + 1,
-            tuple(sorted((*survivors, *joined))),
+            tuple(sorted((*survivors, *came))),
             {rank: self._gone[rank] for rank in old.ranks if rank in self._gone},
-            joined,
+            tuple(sorted(came | still)),
             furthest.iteration,
             None if furthest.agreed is None else tuple(furthest.agreed),
             base,
@@ -290,7 +330,7 @@ class Coordinator:
         )
         self._first = self._stopped_at = 0.0
         self._joining = []
-        for rank in joined:
+        for rank in came:
             self._store.set(f"enter/{rank}", str(view.generation))
         self._publish(view)
         return view
