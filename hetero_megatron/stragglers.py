@@ -72,14 +72,14 @@ class Proposal:
 
 
 def spelt(strategy: Strategy) -> str:
-    """Who has which layers, pipeline by pipeline: `8 x [rank 0: 0-1 > rank 1: 2-7]`."""
+    """Who has which layers, pipeline by pipeline: `8 x (rank 0: 0-1 > rank 1: 2-7)`."""
     return " + ".join(
-        f"{pipeline.micro_batches} x ["
+        f"{pipeline.micro_batches} x ("
         + " > ".join(
             f"rank {ranges_text(stage.ranks)}: {ranges_text(stage.layer_numbers)}"
             for stage in pipeline.stages
         )
-        + "]"
+        + ")"
         for pipeline in strategy.pipelines
     )
 

@@ -67,8 +67,9 @@ class Recovery:
     @property
     def end(self) -> str:
         """The line for the log when the first step after it is committed: the whole of its time."""
+        since = "the loss was noticed" if self.noticed or self.view.lost else "the ranks stopped"
         return (
-            f"recovered: iteration {self.iteration + 1} is committed {self._took():.3f} s after the loss was noticed "
+            f"recovered: iteration {self.iteration + 1} is committed {self._took():.3f} s after {since} "
             f"({self._parts()})"
         )
 
