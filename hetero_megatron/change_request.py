@@ -1,44 +1,40 @@
 """Another strategy, asked for by the leader of an elastic run and taken by all ranks at the next step boundary.
 
-It is left in the store before the vote that makes the ranks stop. The rank that then says what to go on with finds it there.
+It is told through the store, before the vote that makes the ranks stop: so all of them know it when the next view is made,
+and so does whoever joins later.
 """
 
 import base64
 import pickle
 from collections.abc import Callable
 
-import torch.distributed as dist
-
-from hetero_megatron.next_program import NextProgram, is_for
-from hetero_megatron.program import Program
+from hetero_megatron.next_program import is_for
+from hetero_megatron.runtime.membership import Member, View
 from hetero_megatron.stragglers import Watch
 from hetero_megatron.strategy import Strategy
 
-_KEY = "asked"
-
 
 class ChangeRequests:
-    """What a run goes on with: the strategy that was asked for last, for just its ranks, else what would follow anyway."""
+    """One rank's way to ask, and to learn what was asked for."""
 
-    def __init__(self, store: dist.Store, following: NextProgram) -> None:
-        self._store, self._following = store, following
+    def __init__(self, member: Member) -> None:
+        self._member = member
 
-    def attend(self, watch: Watch, awaited: Callable[[], bool]) -> Callable[[], bool]:
-        """Take what a watch asks for; returns whether the ranks have to stop, for that or because of `awaited`."""
+    def attend(self, watch: Watch) -> Callable[[], bool]:
+        """Take what a watch asks for; returns whether the ranks have to stop, for that or for newcomers."""
         watch.ask = self._ask
-        return lambda: watch.wants_change or awaited()
+        return lambda: watch.wants_change or self._member.is_awaited()
 
     def _ask(self, strategy: Strategy) -> None:
-        self._store.set(_KEY, base64.b64encode(pickle.dumps(strategy)).decode())
+        text = base64.b64encode(pickle.dumps(strategy)).decode()
+        self._member.store.set(f"asked/{self._member.view.generation + 1}", text)
 
-    def strategy(self, base: Program, ranks: tuple[int, ...]) -> tuple[Strategy, str]:
-        """The strategy for `ranks`, and what there is to say of it."""
-        if self._store.check([_KEY]):
-            asked: Strategy = pickle.loads(base64.b64decode(self._store.get(_KEY)))
-            if is_for(asked, ranks):
-                return asked, "the strategy for the measured rates"
-        return self._following.strategy(base, ranks)
-
-    def program(self, strategy: Strategy, ranks: tuple[int, ...]) -> Program:
-        """The program of that strategy."""
-        return self._following.program(strategy, ranks)
+    def strategy(self, view: View) -> Strategy | None:
+        """The strategy that was asked for last and is for just the ranks of this view, if any."""
+        store = self._member.store
+        for generation in range(view.generation, 0, -1):
+            if store.check([f"asked/{generation}"]):
+                found: Strategy = pickle.loads(base64.b64decode(store.get(f"asked/{generation}")))
+                if is_for(found, view.ranks):
+                    return found
+        return None

@@ -143,15 +143,16 @@ class _Rank:
         )
         self._making = making
         faults = [Fault(**fault.model_dump()) for fault in section.faults]
-        self._requests = ChangeRequests(self._member.store, self._following)
+        self._requests = ChangeRequests(self._member)
         elastic = ElasticSession(
             self._member,
             run.program,
             making,
             self._first,
-            self._requests,
+            self._following,
             self._from_checkpoint,
             Faults(faults) if faults else None,
+            self._requests.strategy,
         )
         elastic.run(lambda session: self._train(elastic, session))
         elastic.leave()
@@ -207,11 +208,11 @@ class _Rank:
                 saver.amid = partial(elastic.strike, "saving")
             stack.callback(saver.abandon)
             loop = loop_of(run, session, loader, saver, self._request, memory, journal)
-            loop.tracer = self._tracer = continued(self._tracer, loop.tracer)
             loop.told = self._telling(elastic, journal)
+            loop.tracer = self._tracer = continued(self._tracer, loop.tracer)
             loop.newcomers, loop.make_way = self._member.is_awaited, elastic.stop_for_joining
             if loop.watch is not None:
-                loop.newcomers = self._requests.attend(loop.watch, self._member.is_awaited)
+                loop.newcomers = self._requests.attend(loop.watch)
             journal.end(loop.run())
 
     def _telling(self, elastic: ElasticSession, journal: Journal) -> Told:

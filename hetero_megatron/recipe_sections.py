@@ -22,7 +22,7 @@ from hetero_megatron.runtime.state import BUCKET_ELEMENTS
 
 Count = Annotated[int, Field(ge=1)]
 Numbers: TypeAlias = int | str | list[int | str]
-NumberList = Annotated[
+Ranks = Annotated[
     tuple[int, ...], Field(strict=False), BeforeValidator(number_list, json_schema_input_type=Numbers)
 ]
 
@@ -246,7 +246,7 @@ class LoggingSection(Section):
     wandb: str | None = None
     spike_factor: Annotated[float, Field(gt=1)] = 1.5
     trace: str | None = None
-    trace_steps: Annotated[NumberList, Field(min_length=1)] = (2, 3, 4)
+    trace_steps: Annotated[Ranks, Field(min_length=1)] = (2, 3, 4)
 
     @field_validator("trace_steps")
     @classmethod

@@ -6,11 +6,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 
 from hetero_megatron.errors import RecipeError, ScheduleError
 from hetero_megatron.pipeline.schedule import SCHEDULES, check_name
-from hetero_megatron.recipe_sections import Count, NumberList, Section
+from hetero_megatron.recipe_sections import Count, Ranks, Section
 from hetero_megatron.recipe_text import degrees, layer_ranges, recomputed
 from hetero_megatron.strategy import Recompute
 
-Ranks = NumberList
 Layers = Annotated[
     tuple[tuple[int, int], ...] | None,
     Field(strict=False),

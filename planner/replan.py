@@ -151,15 +151,7 @@ def _kept(plan: Plan, problem: Problem, grown: bool) -> tuple[Drafts, Costs]:
     """Drafts for the new devices that know all that the old ones knew of blocks and lanes."""
     costs = plan.costs
     if grown:
-        costs = Costs(
-            problem.config,
-            problem.cluster,
-            costs.profiles,
-            costs.seq_length,
-            costs.precision,
-            costs.sequence_parallel,
-            costs.context_parallel,
-        )
+        costs = costs.on(problem.cluster)
     prices = Prices(problem, costs)
     prices.learn(plan.drafts.prices)
     drafts = Drafts(prices)

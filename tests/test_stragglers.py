@@ -6,14 +6,12 @@ from typing import cast
 
 import pytest
 import torch
-from torch.distributed import Store
 
 from hetero_megatron import train
 from hetero_megatron.change_request import ChangeRequests
 from hetero_megatron.cluster import KINDS, Cluster, model_of
 from hetero_megatron.errors import StrategyError
 from hetero_megatron.models.llama import Llama
-from hetero_megatron.next_program import NextProgram
 from hetero_megatron.pace import Pace, Rate, stage_flops
 from hetero_megatron.planner.profiles import Kept, Measurement, Profiles, Update
 from hetero_megatron.planner.rates import sustained_flops
@@ -21,6 +19,7 @@ from hetero_megatron.planner.work import Work, memory_rate
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe, load_recipe
 from hetero_megatron.run import Run, build_program
+from hetero_megatron.runtime.membership import Member, View
 from hetero_megatron.runtime.session import Passes, Session
 from hetero_megatron.stragglers import WARM_UP, WINDOW, Planner, Watch, alike, spelt
 from hetero_megatron.strategy import Strategy
@@ -230,21 +229,18 @@ def test_what_was_asked_for_holds_for_just_its_ranks_until_something_else_is() -
     store = SimpleNamespace(
         set=stored.__setitem__, get=stored.__getitem__, check=lambda keys: all(key in stored for key in keys)
     )
-    written = strategy((8, 1, [stage("0", "0-1"), stage("1", "2-3")]))
-    following = SimpleNamespace(strategy=lambda base, ranks: (written, f"for {ranks}"))
-    requests = ChangeRequests(cast(Store, store), cast(NextProgram, following))
-    watch, base = cast(Watch, SimpleNamespace(ask=None, wants_change=False)), cast(Program, None)
-    stops = requests.attend(watch, lambda: False)
+    member = SimpleNamespace(store=store, view=View(2, (0, 1)), is_awaited=lambda: False)
+    requests = ChangeRequests(cast(Member, member))
+    watch = cast(Watch, SimpleNamespace(ask=None, wants_change=False))
+    stops = requests.attend(watch)
     assert not stops()
-    assert requests.attend(watch, lambda: True)()
-    assert requests.strategy(base, (0, 1)) == (written, "for (0, 1)")
     assert watch.ask is not None
     first = strategy((8, 1, [stage("0", "0"), stage("1", "1-3")]))
     watch.ask(first)
     watch.wants_change = True
     assert stops()
-    assert requests.strategy(base, (0, 1)) == (first, "the strategy for the measured rates")
-    assert requests.strategy(base, (1,)) == (written, "for (1,)"), "a rank is lost"
-    second = strategy((8, 1, [stage("1", "0"), stage("0", "1-3")]))
-    watch.ask(second)
-    assert requests.strategy(base, (0, 1))[0] == second
+    assert requests.strategy(View(2, (0, 1))) is None, "asked for later than this view"
+    for view in (View(3, (0, 1)), View(3, (0, 1)), View(4, (0, 1))):
+        assert requests.strategy(view) == first
+    assert requests.strategy(View(5, (1,))) is None, "a rank is lost"
+    assert requests.strategy(View(6, (0, 1))) == first

@@ -24,7 +24,7 @@ from hetero_megatron.runtime.making import Making
 from hetero_megatron.runtime.meeting import meet
 from hetero_megatron.runtime.membership import Halted, Member, Progress, View
 from hetero_megatron.runtime.move import Moves
-from hetero_megatron.runtime.recovery import Laps, Recovery, in_short
+from hetero_megatron.runtime.recovery import ASKED, Laps, Recovery, in_short
 from hetero_megatron.runtime.session import Session, StepResult
 from hetero_megatron.runtime.sockets import Sockets, cut
 from hetero_megatron.runtime.world import Groups, World
@@ -32,6 +32,8 @@ from hetero_megatron.strategy import Strategy
 from hetero_megatron.switch_plan import SwitchPlan, switch_between
 
 T = TypeVar("T")
+Asked = Callable[[View], Strategy | None]
+"""The strategy that somebody asked for before this view was made, for just its ranks."""
 Restart = Callable[[Program, World, Groups], Session | None]
 """A session from the last checkpoint, where a part of the state is lost; None on a rank without a part in it."""
 
@@ -67,8 +69,13 @@ class ElasticSession:
         replan: Replan,
         restart: Restart | None = None,
         faults: Faults | None = None,
+        asked: Asked | None = None,
     ) -> None:
-        """Collective over the first view's ranks. `start` makes the first session, `restart` one from a checkpoint."""
+        """Collective over the first view's ranks. `start` makes the first session, `restart` one from a checkpoint.
+
+        `asked` gives the strategy that was asked for in place of what `replan` makes, if one was.
+        """
+        self._asked = asked or _nothing_asked
         self.member, self._making, self._replan, self._restart = member, making, replan, restart
         self._start, self._faults = start, faults
         self._programs: dict[int, Program] = {}
@@ -297,7 +304,8 @@ class ElasticSession:
             self._programs[view.base], _ = self._shared(view.base, None)
         base, told = self._programs[view.base], None
         if self.member.rank == min(set(view.ranks) - set(view.joined), default=-1):
-            told = _as_text(*self._replan.strategy(base, view.ranks))
+            asked = self._asked(view)
+            told = _as_text(asked, ASKED) if asked else _as_text(*self._replan.strategy(base, view.ranks))
         program, planned = self._shared(view.generation, told)
         self._programs[view.generation] = program
         return base, program, planned
@@ -320,6 +328,10 @@ class ElasticSession:
         """Close all connections at the end."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _nothing_asked(view: View) -> None:
+    del view
 
 
 _JOINING = "ranks asked to join"

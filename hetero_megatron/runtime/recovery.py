@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from hetero_megatron.cluster import ranges_text
 from hetero_megatron.runtime.membership import View
 
+ASKED = "another strategy was asked for"
+"""What is said of a change of strategy that nobody was lost or joined for."""
+
 
 @dataclass
 class Laps:
@@ -51,14 +54,14 @@ class Recovery:
             lost = (
                 f"rank {ranges_text(self.view.joined)} asked to join"
                 if self.view.joined
+                else ASKED
+                if self.planned == ASKED
                 else "connections were lost"
-                if self.noticed
-                else "another strategy was asked for"
             )
         joined = f" ({ranges_text(self.view.joined)} new)" if self.view.joined else ""
         noticed = f"; noticed by {self.noticed}" if self.noticed else ""
         back = f"; {self.lost_state}: back to the last checkpoint" if self.lost_state else ""
-        planned = f"; {self.planned}" if self.planned else ""
+        planned = f"; {self.planned}" if self.planned not in ("", ASKED) else ""
         return (
             f"{lost}{noticed}{back}; going on with ranks {ranges_text(self.view.ranks)}{joined} after "
             f"iteration {self.iteration}, in {self._took('redo'):.3f} s ({self._parts('redo')}){planned}"
@@ -67,7 +70,7 @@ class Recovery:
     @property
     def end(self) -> str:
         """The line for the log when the first step after it is committed: the whole of its time."""
-        since = "the loss was noticed" if self.noticed or self.view.lost else "the ranks stopped"
+        since = "the ranks stopped" if self.planned == ASKED and not self.view.lost else "the loss was noticed"
         return (
             f"recovered: iteration {self.iteration + 1} is committed {self._took():.3f} s after {since} "
             f"({self._parts()})"
