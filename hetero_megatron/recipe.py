@@ -22,7 +22,7 @@ from hetero_megatron.errors import HeteroError, RecipeError
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.hf_weights import HfWeights
 from hetero_megatron.planner.chooser import NamedStrategy
-from hetero_megatron.recipe_check import check_recipe, check_rows
+from hetero_megatron.recipe_check import check_recipe, check_rows, longest_document
 from hetero_megatron.recipe_data import corpus_settings, refuse_no_folder
 from hetero_megatron.recipe_elastic import ElasticSection, FaultSection
 from hetero_megatron.recipe_model import ModelSection, make_config
@@ -38,6 +38,7 @@ from hetero_megatron.recipe_sections import (
     OutputSection,
     Section,
     SourceSection,
+    SwitchingSection,
     TrainingSection,
     refuse_unknown,
 )
@@ -49,6 +50,8 @@ from hetero_megatron.strategy import Strategy
 # A section written as bare text means this key of it.
 SHORTHANDS = {"model": "preset", "output": "folder", "data": "folder"}
 MOST_ERRORS = 5
+ONLY = "only"
+"""The name of a strategy that is no list's."""
 
 
 def _expanded(section: str) -> BeforeValidator:
@@ -78,7 +81,7 @@ def _auto(value: object) -> object:
 
 
 class Recipe(Section):
-    """One run: model, cluster, strategy, data, training, kernels, evaluation, checkpoint, logging, output, elastic.
+    """One run: its sections, of which model, strategy and training have no default.
 
     >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=100"])
     """
@@ -101,6 +104,7 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
     elastic: ElasticSection = ElasticSection()
+    switching: SwitchingSection = SwitchingSection()
     _file: str = PrivateAttr("recipe")
     _chosen: Strategy | None = PrivateAttr(None)
     _weights: HfWeights | None = PrivateAttr(None)
@@ -188,11 +192,20 @@ class Recipe(Section):
             RecipeError: a plan file does not do.
         """
         if self.strategy.several is None:
-            return (NamedStrategy("only", self.make_strategy()),)
+            return (NamedStrategy(ONLY, self.make_strategy()),)
         return tuple(
             NamedStrategy(section.name or "", self._strategy(section), section.max_length)
             for section in self.strategy.several
         )
+
+    @property
+    def evaluates(self) -> int:
+        """The number of the strategy that evaluation takes: the first that takes documents of seq_length tokens."""
+        if self.strategy.several is None:
+            return 0
+        length = self.training.seq_length
+        longest = [longest_document(each, length) for each in self.make_strategies()]
+        return next((number for number, held in enumerate(longest) if held >= length), 0)
 
     def refuse_unfit(self, strategy: Strategy, ranks: Iterable[int]) -> None:
         """Refuse a strategy for `ranks` that does not fit this run's model or its steps.
@@ -347,6 +360,7 @@ def _homes() -> dict[str, str]:
         "logging": LoggingSection,
         "data.sources[]": SourceSection,
         "output": OutputSection,
+        "switching": SwitchingSection,
         "elastic": ElasticSection,
         "elastic.faults[]": FaultSection,
         "the top level": Recipe,

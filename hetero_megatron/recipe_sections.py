@@ -256,6 +256,15 @@ class LoggingSection(Section):
         return value
 
 
+class SwitchingSection(Section):
+    """How a run with several strategies chooses one for each step.
+
+    `profile`: times that `profile` has measured, in place of published figures.
+    """
+
+    profile: str | None = None
+
+
 class OutputSection(Section):
     """The run's folder, relative to the folder in which the command runs."""
 

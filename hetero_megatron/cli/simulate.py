@@ -19,6 +19,7 @@ from hetero_megatron.planner.cost import Costs, Lengths
 from hetero_megatron.planner.picture import draw_timeline
 from hetero_megatron.planner.profiles import Profiles
 from hetero_megatron.planner.simulate import RankReport, Simulation, simulate
+from hetero_megatron.profile_file import read_profile
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.run import build_program
@@ -109,33 +110,6 @@ def _compare(found: Simulation, measured: MeasuredStep) -> None:
         f"furthest apart: {part} of rank {rank}, {100 * told:.1f}% of the step predicted and {100 * was:.1f}% measured",
         soft_wrap=True,
     )
-
-
-def read_profile(path: Path | None, recipe: Recipe) -> Profiles:
-    """The profile of a file, or the analytic one.
-
-    Raises:
-        PlannerError: the file is no profile, or one of another model.
-    """
-    if path is None:
-        return Profiles()
-    try:
-        profiles = Profiles.from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(f"--profile: {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"--profile: {path} is not UTF-8 text: byte {error.start} is invalid") from error
-    except PlannerError as error:
-        raise PlannerError(f"{path}: {error}") from error
-    config = recipe.make_config()
-    for name, measured in profiles.model.items():
-        own = getattr(config, name, None)
-        if own != measured:
-            raise PlannerError(
-                f"{path}: measured with {name} {measured}, the recipe's model has {own}; "
-                "profile this recipe's model"
-            )
-    return profiles
 
 
 def make_costs(recipe: Recipe, strategy: Strategy, profiles: Profiles) -> Costs:

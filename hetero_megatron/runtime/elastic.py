@@ -58,6 +58,7 @@ class ElasticSession:
         session: None on a rank without a part in the strategy.
         completed: the result of a step that this rank finished after its peers were lost.
         recoveries: one per generation after the first.
+        came_late: whether this rank was to be taken in, and training was over before.
     """
 
     def __init__(
@@ -88,6 +89,9 @@ class ElasticSession:
         self._failed = ""
         self._noticed_at = 0.0
         view = member.enter()
+        self.came_late = view is None
+        if view is None:
+            return
         try:
             if view.generation:
                 self._adopt(view, "")
@@ -108,7 +112,7 @@ class ElasticSession:
 
         `body` looks at `session.iteration` to see how far the run is. None on a rank that had no part in the end.
         """
-        while True:
+        while not self.came_late:
             if not self._failed:
                 try:
                     result = body(self.session) if self.session is not None else None
@@ -123,6 +127,7 @@ class ElasticSession:
                     self._note_failure(error)
             # Outside of the handler: a traceback would keep connections open.
             self._recover()
+        return None
 
     @property
     def program(self) -> Program:
@@ -236,7 +241,7 @@ class ElasticSession:
         laps.lap("plan")
         groups = self._connect(program, view)
         laps.lap("groups")
-        session, lost_state = self._filled(base, program, view, groups, laps)
+        session, lost_state, moved_bytes = self._filled(base, program, view, groups, laps)
         if session is not None:
             self._making.guard(session)
             self._next = view.generation, session
@@ -251,13 +256,15 @@ class ElasticSession:
         self._take(session, view.generation)
         iteration = view.iteration if session is None else session.iteration
         seconds, self._redoing = laps.seconds, laps
-        self.recoveries.append(Recovery(view, noticed, iteration, seconds, planned, lost_state, completed))
+        self.recoveries.append(
+            Recovery(view, noticed, iteration, seconds, planned, lost_state, completed, moved_bytes)
+        )
         gc.collect()
 
     def _filled(
         self, base: Program, program: Program, view: View, groups: Groups, laps: Laps
-    ) -> tuple[Session | None, str]:
-        """This rank's session of the next program with the state in it, and what of that came from a checkpoint."""
+    ) -> tuple[Session | None, str, int]:
+        """This rank's session of the next program with the state in it, what came from a checkpoint, and bytes moved."""
         making, old = self._making, self._old
         has_part = self.member.rank in program.strategy.ranks
         try:
@@ -268,13 +275,13 @@ class ElasticSession:
         except ReshardError as error:
             if self._restart is None:
                 raise RuntimeFailure(f"{error}; this run has no checkpoint to go back to") from error
-            return self._restart(program, self.world, groups), str(error)
+            return self._restart(program, self.world, groups), str(error), 0
         session = making.session(program, self.world, groups) if has_part else None
         laps.lap("specialize")
         if session is not None:
             session.phase_hook = self._note
         self._move(plan, acting, old, session, view)
-        return session, ""
+        return session, "", int(sum(sum(by_link.values()) for by_link in plan.bytes_sent().values()))
 
     def _move(
         self,
