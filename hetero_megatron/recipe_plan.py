@@ -1,5 +1,6 @@
 """What a recipe's `strategy: auto` means: the planner on its model, cluster and training sections (paper A.1)."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hetero_megatron.planner.cost import Costs
@@ -10,7 +11,9 @@ from hetero_megatron.planner.solver import Solver
 from hetero_megatron.profile_file import profiles_of
 
 if TYPE_CHECKING:
+    from hetero_megatron.cluster import Cluster
     from hetero_megatron.recipe import Recipe
+    from hetero_megatron.strategy import Strategy
 
 
 def problem_of(recipe: "Recipe", choices: Choices | None = None) -> Problem:
@@ -33,6 +36,24 @@ def costs_of(recipe: "Recipe", problem: Problem, profiles: Profiles | None = Non
         profiles_of(recipe) if profiles is None else profiles,
         problem.seq_length,
         recipe.training.precision,
+    )
+
+
+def problem_under(
+    recipe: "Recipe", written: "Strategy", cluster: "Cluster", profiles: Profiles | None = None
+) -> tuple[Problem, Costs]:
+    """The planner's view of a run, under what its strategy has decided for good: ZeRO and how parallel parts share."""
+    cp = () if recipe.kernels.attention == "auto" else (1,)
+    problem = replace(problem_of(recipe, Choices(zero=(written.zero,), context_parallel=cp)), cluster=cluster)
+    return problem, Costs(
+        problem.config,
+        cluster,
+        profiles_of(recipe) if profiles is None else profiles,
+        problem.seq_length,
+        recipe.training.precision,
+        written.sequence_parallel,
+        written.context_parallel,
+        recipe.training.bucket_size,
     )
 
 
