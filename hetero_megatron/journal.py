@@ -1,6 +1,7 @@
 """What a run leaves behind of its steps: log lines, metrics, and a summary at its end; by the lowest rank only."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 from hetero_megatron.data.loader import LoadedStep
@@ -76,6 +77,7 @@ class Journal:
             measured,
             peak_memory_bytes(self._session.world.device),
             note,
+            time.time(),
         )
         if self._metrics is not None:
             self._metrics.step(result, facts)

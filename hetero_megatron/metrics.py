@@ -52,6 +52,7 @@ class StepFacts:
         evaluation: what was measured after the step.
         peak_memory_bytes: of this rank's GPU so far (`peak_memory_bytes`).
         note: what is worth reading later, such as a loss spike.
+        at: when the step counted and was done on this rank (`time.time`).
     """
 
     first_sample: int
@@ -62,6 +63,7 @@ class StepFacts:
     evaluation: Evaluation | None = None
     peak_memory_bytes: int | None = None
     note: str | None = None
+    at: float | None = None
 
 
 def perplexity(loss: float) -> float:
@@ -102,6 +104,8 @@ def step_values(result: StepResult, facts: StepFacts, flops_per_token: int, devi
         values["peak_memory_bytes"] = facts.peak_memory_bytes
     if facts.note:
         values["note"] = facts.note
+    if facts.at is not None:
+        values["time"] = facts.at
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()

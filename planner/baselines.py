@@ -4,7 +4,7 @@ They are planned as those systems plan, and timed as everything else is here; th
 are not rebuilt.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -34,8 +34,8 @@ def baselines(problem: Problem, costs: Costs, even: Priced | None = None) -> dic
     """The best plan of each kind, None where none fits; `even` is the homogeneous one if it is known already."""
     return {
         MEGATRON: even or homogeneous(problem, costs),
-        HEXISCALE: _best(hexiscale(problem, costs), problem, costs),
-        OOBLECK: _best(oobleck(problem), problem, costs),
+        HEXISCALE: best_of(hexiscale(problem, costs), problem, costs),
+        OOBLECK: best_of(oobleck(problem), problem, costs),
     }
 
 
@@ -56,7 +56,7 @@ def hotspa(
     return sum(each.seconds for each in found.values()), found
 
 
-def _best(strategies: Iterator[Strategy], problem: Problem, costs: Costs) -> Priced | None:
+def best_of(strategies: Iterable[Strategy], problem: Problem, costs: Costs) -> Priced | None:
     """The fastest that fits, with no recomputation where that fits, else with full recomputation."""
     best: Priced | None = None
     for strategy in strategies:
