@@ -19,13 +19,17 @@ from hetero_megatron.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Seconds of a recovery in the surviving processes, besides the move of the state."""
+    """Seconds of a recovery in the surviving processes, besides the move of the state.
+
+    `resume`: from the end of the recovery to the start of the next step.
+    """
 
     detect: float
     agree: float
     plan: float
     specialize: float
     groups: float
+    resume: float
 
     @property
     def total(self) -> float:
