@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from hetero_megatron.cluster import Cluster, Device
 from hetero_megatron.errors import PlannerError
-from hetero_megatron.planner.baselines import best_of, oobleck
 from hetero_megatron.planner.churn import Ranks, Work
 from hetero_megatron.planner.cost import Costs
 from hetero_megatron.planner.homogeneous import homogeneous
+from hetero_megatron.planner.oobleck import oobleck
 from hetero_megatron.planner.plan import Plan, make_plan
 from hetero_megatron.planner.problem import Problem
 from hetero_megatron.planner.sketch import Draft
@@ -39,7 +39,7 @@ class ShapePlans:
         drafts: of the planning of `redundant`, the fastest first.
         fastest: with ZeRO or without, as many pipelines as one likes: for who restarts from checkpoints.
         even: the fastest that is homogeneous, on all devices or on the whole nodes.
-        templates: Oobleck's, with two pipelines or more where they fit.
+        templates: Oobleck's, always with two pipelines or more.
     """
 
     redundant: Work | None
@@ -177,12 +177,8 @@ def _even(problem: Problem, costs: Costs) -> Work | None:
 
 
 def _templates(problem: Problem, costs: Costs) -> Work | None:
-    for pipelines in (tuple(range(2, 65)), ()):
-        own = replace(problem, choices=replace(problem.choices, zero=(0,), pipelines=pipelines))
-        found = best_of(oobleck(own), own, costs)
-        if found is not None:
-            return Work(found.strategy, found.seconds)
-    return None
+    found = oobleck(problem, costs)
+    return None if found is None else Work(found.strategy, found.seconds)
 
 
 def _or_none(plan: Callable[[], Plan]) -> Plan | None:

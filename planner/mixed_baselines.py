@@ -2,8 +2,7 @@
 
 - packed windows: one homogeneous strategy; documents are packed into windows of the context, attention over the window.
 - the same with variable-length attention: attention inside documents only, as Megatron's packed sequences do it.
-- HotSPa's buckets: length intervals one after the other within a step, each packed into windows of its end, with a
-  homogeneous strategy of its own, and a switch between them.
+- HotSPa's buckets: see `hotspa`.
 - the paper's strategies A and B with documents dispatched by cost: `StepChooser` over `paper_strategies`.
 """
 
@@ -50,7 +49,7 @@ def windows(lengths: Sequence[int], size: int) -> list[Window]:
 def window_step(costs: Costs, strategy: Strategy, packed: Sequence[Window], varlen: bool) -> float:
     """Seconds of a step with these windows, one per micro-batch, dealt to equal pipelines by what they cost."""
     batches = [window if varlen else (sum(window),) for window in packed]
-    return costs.step(strategy, _dealt(costs, strategy, batches)).seconds
+    return costs.step(strategy, dealt(costs, strategy, batches)).seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,11 @@ class Baseline:
 
 
 def homogeneous(layouts: Layouts) -> tuple[tuple[Layout, Strategy], ...]:
-    """Every homogeneous strategy on all devices whose micro-batches hold the context."""
+    """Every homogeneous strategy on all devices whose micro-batches hold the context.
+
+    Raises:
+        PlannerError: there is none.
+    """
     found = []
     for layout in layouts.all:
         count, rest = divmod(len(layouts.ranks), layout.devices)
@@ -104,65 +107,17 @@ def best_windows(layouts: Layouts, steps: Sequence[Lengths], varlen: bool, tried
     return best
 
 
-HOTSPA = {
-    32768: ((4096, Layout(4, 1, 2), 4), (16384, Layout(8, 1, 2), 2), (32768, Layout(16, 1, 1), 2)),
-    16384: ((4096, Layout(4, 1, 2), 4), (16384, Layout(8, 1, 2), 2)),
-}
-"""Paper Table 14 by context: (end of the interval, layout of a pipeline, pipelines), on 32 devices."""
-
-
-class Buckets:
-    """HotSPa: length intervals one after the other in a step, each with a homogeneous strategy."""
-
-    def __init__(
-        self,
-        layouts: Layouts,
-        buckets: Sequence[tuple[int, Layout, int]],
-        switch_seconds: float | None = None,
-    ) -> None:
-        """Interval ends ascending; a window is as large as its interval's end, less where memory holds less.
-
-        Raises:
-            PlannerError: a strategy does not hold its interval's longest document.
-        """
-        self.layouts, self.costs = layouts, layouts.costs
-        self.ends = [end for end, _, _ in buckets]
-        self.strategies = [fitting(layouts, [(layout, count, end)]) for end, layout, count in buckets]
-        named = [NamedStrategy(str(end), each) for end, each in zip(self.ends, self.strategies, strict=True)]
-        self.switches = StepChooser(named, self.costs, switch_seconds).switches
-
-    def seconds(self, lengths: Sequence[int]) -> tuple[float, float]:
-        """A step's seconds of computing and of switching: from interval to interval, and back for the next step.
-
-        Gradients of all intervals add up: they are reduced, and weights updated, once, at the end.
-        """
-        low, used, computing, tail = 0, [], 0.0, 0.0
-        for number, end in enumerate(self.ends):
-            own = [length for length in lengths if low < length <= end]
-            low = end
-            if own:
-                batches = windows(own, end)
-                strategy = self.strategies[number]
-                dealt = _dealt(self.costs, strategy, batches)
-                estimate = self.costs.step(strategy, dealt)
-                computing += max(estimate.pipeline_seconds)
-                tail = max(tail, estimate.tail_seconds)
-                used.append(number)
-        around = zip(used, [*used[1:], used[0]], strict=True) if len(used) > 1 else ()
-        return computing + tail, sum(self.switches[a][b] for a, b in around)
-
-
-def _dealt(costs: Costs, strategy: Strategy, batches: Sequence[Window]) -> list[list[Window]]:
+def dealt(costs: Costs, strategy: Strategy, batches: Sequence[Window]) -> list[list[Window]]:
     """Windows to equal pipelines, the costliest first to the one with least."""
-    dealt: list[list[Window]] = [[] for _ in strategy.pipelines]
-    loads = [0.0] * len(dealt)
+    found: list[list[Window]] = [[] for _ in strategy.pipelines]
+    loads = [0.0] * len(found)
     first = strategy.pipelines[0]
     each = [costs.chunk(first, 0, 0, sum(batch), sum(n * n for n in batch)).total for batch in batches]
     for number in sorted(range(len(batches)), key=lambda number: -each[number]):
-        place = min(range(len(dealt)), key=loads.__getitem__)
-        dealt[place].append(batches[number])
+        place = min(range(len(found)), key=loads.__getitem__)
+        found[place].append(batches[number])
         loads[place] += each[number]
-    return dealt
+    return found
 
 
 PAPER = {

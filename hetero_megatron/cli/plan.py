@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hetero_megatron.cli.simulate import read_profile
 from hetero_megatron.cluster import Cluster, Device, ranges_text
 from hetero_megatron.errors import HeteroError, RecipeError
-from hetero_megatron.planner.baselines import BASELINES, baselines
+from hetero_megatron.planner.baselines import LIMITS, baselines
 from hetero_megatron.planner.cost import Costs
 from hetero_megatron.planner.plan import Plan, make_plan
 from hetero_megatron.planner.plan_picture import draw_plan
@@ -22,6 +21,7 @@ from hetero_megatron.planner.reasons import bubble, why_slower
 from hetero_megatron.planner.replan import Replan, replan
 from hetero_megatron.planner.solver import Solver
 from hetero_megatron.planner.survival import fragile, survives
+from hetero_megatron.profile_file import read_profile
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.recipe_plan import costs_of, problem_of
 from hetero_megatron.report import short_strategy, strategy_table
@@ -150,7 +150,7 @@ def as_json(
         "strategy": strategy_section(plan.strategy),
         "memory_bytes": {str(rank): need for rank, need in sorted(plan.best.memory_bytes.items())},
         "homogeneous": _compared(plan.homogeneous, plan.best),
-        "baselines": {name: _compared(each, plan.best) for name, each in others.items()},
+        "baselines": {name: _limited(name, each, plan.best) for name, each in others.items()},
         "runner_up": _compared(plan.runner_up, plan.best),
         "given": None
         if given is None
@@ -188,6 +188,12 @@ def _compared(other: Priced | None, best: Priced) -> dict[str, object] | None:
     }
 
 
+def _limited(name: str, other: Priced | None, best: Priced) -> dict[str, object]:
+    """Another system's plan with what it cannot do; numbers are None where none fits."""
+    compared = _compared(other, best) or dict.fromkeys(("step_seconds", "gain", "strategy"))
+    return {**compared, "limits": LIMITS[name]}
+
+
 def _survival(strategy: Strategy, layers: int) -> dict[str, object]:
     """Which losses leave all data in survivors; pairs as the fatal ones."""
     return {
@@ -217,6 +223,8 @@ def _print(
     console.print(strategy_table(plan.strategy, colour))
     _say(console, _headline(plan))
     console.print(_comparison(plan, others, given))
+    for name in others:
+        _say(console, f"{name}: {LIMITS[name]}")
     console.print(_memory(plan.best, cluster))
     for warning in costs.warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
@@ -259,12 +267,12 @@ def _comparison(plan: Plan, others: Mapping[str, Priced | None], given: Given | 
     table.add_column("plan")
     table.add_column("strategy", overflow="fold")
     table.add_column("step s", justify="right")
-    table.add_column("longer by", justify="right")
+    table.add_column("our gain", justify="right")
     best = plan.best.seconds
     table.add_row("planned", _short(plan.strategy), f"{best:.4g}", "-", style="bold")
     for name, each in others.items():
         if each is None:
-            table.add_row(name, BASELINES[name], "-", "does not fit")
+            table.add_row(name, "none fits", "-", "-")
         else:
             table.add_row(
                 name, _short(each.strategy), f"{each.seconds:.4g}", f"{100 * (each.seconds / best - 1):.1f}%"
@@ -344,7 +352,7 @@ def _explain(console: Console, plan: Plan, others: Mapping[str, Priced | None]) 
         _say(console, f"runner-up {_short(plan.runner_up.strategy)}: {told}")
     for name, other in others.items():
         if other is not None:
-            _say(console, f"{name}: {why_slower(other, plan.best)}. {BASELINES[name]}")
+            _say(console, f"{name}: {why_slower(other, plan.best)}")
 
 
 def _say(console: Console, text: str) -> None:

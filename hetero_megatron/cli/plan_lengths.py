@@ -12,17 +12,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hetero_megatron.cli.simulate import read_profile
 from hetero_megatron.data.documents import Stream
-from hetero_megatron.errors import PlannerError, RecipeError
+from hetero_megatron.errors import RecipeError
 from hetero_megatron.length_strategies import length_costs
 from hetero_megatron.planner.chooser import Choice, StepChooser
 from hetero_megatron.planner.layouts import Layouts
 from hetero_megatron.planner.length_sample import Lengths, LengthSample
 from hetero_megatron.planner.mixed import MixedPlan, plan_mixed
-from hetero_megatron.planner.mixed_baselines import Baseline, best_windows
 from hetero_megatron.planner.mixed_floor import floor_seconds
+from hetero_megatron.planner.mixed_others import VARLEN, Other, others
 from hetero_megatron.planner.mixed_picture import draw_mixed, short
+from hetero_megatron.profile_file import read_profile
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.strategy_yaml import strategies_section, strategies_yaml
 
@@ -45,13 +45,18 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan, and what it does with sample steps of its own beside the best homogeneous strategy."""
+    """A plan, and what it does with sample steps of its own beside what others do with them."""
 
     plan: MixedPlan
     sample: LengthSample
     choices: tuple[Choice, ...]
-    homogeneous: Baseline | None
+    others: tuple[Other, ...]
     floor: float
+
+    @property
+    def homogeneous(self) -> Other | None:
+        """The best homogeneous strategy, with variable-length attention."""
+        return next((each for each in self.others if each.name == VARLEN), None)
 
     @property
     def mean(self) -> float:
@@ -75,7 +80,7 @@ def run(recipe: Recipe, options: Options) -> None:
         choices = chooser.choose_many([step.tolist() for step in sample.steps])
         layouts = Layouts(costs, costs.seq_length)
         floor = float(np.mean(floor_seconds(layouts, sample.steps)))
-        found = Found(plan, sample, choices, _homogeneous(layouts, sample.steps), floor)
+        found = Found(plan, sample, choices, others(layouts, sample.steps), floor)
     if options.output is not None:
         comment = (
             f"made by `hetero-megatron plan --lengths`: {found.mean:.4g} s a mean step predicted, switches included; "
@@ -137,13 +142,6 @@ def read_lengths(source: str, recipe: Recipe) -> Lengths:
     return values.astype(np.int64)
 
 
-def _homogeneous(layouts: Layouts, steps: Sequence[Lengths]) -> Baseline | None:
-    try:
-        return best_windows(layouts, steps, varlen=True)
-    except PlannerError:
-        return None
-
-
 def as_json(found: Found) -> dict[str, object]:
     """All numbers of a plan."""
     counts = Counter(each.strategy for each in found.choices)
@@ -153,7 +151,16 @@ def as_json(found: Found) -> dict[str, object]:
         "floor_seconds": found.floor,
         "plan_seconds": found.plan.plan_seconds,
         "switches": sum(each.switch_seconds > 0 for each in found.choices),
-        "homogeneous": None if best is None else {"step_seconds": best.seconds, "layout": str(best)},
+        "homogeneous": None if best is None else {"step_seconds": best.seconds, "layout": best.told},
+        "baselines": {
+            each.name: {
+                "step_seconds": each.seconds,
+                "gain": each.seconds / found.mean - 1,
+                "strategy": each.told,
+                "limits": each.limits,
+            }
+            for each in found.others
+        },
         "strategies": [
             {
                 "pipelines": str(each),
@@ -217,10 +224,10 @@ def _print(found: Found, warnings: Sequence[str] | dict[str, None]) -> None:
         f"and the mean step {100 * (found.mean / found.floor - 1):.1f}% above it",
         soft_wrap=True,
     )
-    if found.homogeneous is not None:
+    for other in found.others:
         console.print(
-            f"best homogeneous strategy, {found.homogeneous}, with variable-length attention: "
-            f"{found.homogeneous.seconds:.4g} s, {found.homogeneous.seconds / found.mean:.2f} times as long",
+            f"{other.name}: {other.seconds:.4g} s, our gain {100 * (other.seconds / found.mean - 1):.1f}%; {other.told}. "
+            f"{other.limits}",
             soft_wrap=True,
         )
     for text in warnings:

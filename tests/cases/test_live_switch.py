@@ -1,6 +1,5 @@
 """A run changes its strategy on the way (O-43, O-56, O-68)."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero_megatron.errors import StrategyError
-from hetero_megatron.length_range import LengthRange, choose
+from hetero_megatron.cluster import Cluster
 from hetero_megatron.models.llama import Llama
+from hetero_megatron.planner.chooser import NamedStrategy, StepChooser
+from hetero_megatron.planner.small_batches import SmallBatchCosts
 from hetero_megatron.runtime.move import Moves
 from hetero_megatron.runtime.optimizer import squared_norm
 from hetero_megatron.runtime.session import Session
@@ -43,33 +43,25 @@ from tests.distributed.training import (
     strategy,
 )
 
-RANGES = (LengthRange("A", 32), LengthRange("B", 16, 12))
-
-
-def test_o_43_a_strategy_is_chosen_by_the_length_that_it_computes() -> None:
-    assert [choose(RANGES, tokens).name for tokens in (12, 13, 16, 17, 32)] == ["B", "A", "A", "A", "A"]
-    text = "no strategy takes a document of 33 tokens: A pads to 33 of 32, B pads to 36 of 16"
-    with pytest.raises(StrategyError, match=re.escape(text)):
-        choose(RANGES, 33)
-
 
 def test_o_43_a_run_over_both_strategies_trains_one_model() -> None:
-    """B pads to a multiple of 2 and takes 16: 15 and 16 go to B, 17 and 31 to A, and the last to B again."""
-    lengths = (15, 17, 16, 31, 12)
+    """B pads to a multiple of 2 and takes 15, which makes 14: 14 and 12 go to B, 15 and 31 to A."""
+    lengths = (14, 15, 12, 31, 13)
     steps = [sequences(2, length, seed=length) for length in lengths]
     plans = {
         "A": strategy((1, 2, [stage("0", "0-1"), stage("1", "2-3")])),
         "B": strategy((2, 1, [stage("0-1", "0-3")])),
     }
     programs = {name: build(Llama(T0), plan) for name, plan in plans.items()}
-    ranges = [LengthRange.of("A", programs["A"], 32), LengthRange.of("B", programs["B"], 16)]
-    assert [each.multiple for each in ranges] == [1, 2]
+    named = [NamedStrategy("A", plans["A"]), NamedStrategy("B", plans["B"], 15)]
+    chooser = StepChooser(named, SmallBatchCosts(T0, Cluster.local_cpu(2), None, 64, "fp32"), 0.0)
+    assert [program.token_multiple(0) for program in programs.values()] == [1, 2]
 
     def work(world: World) -> Any:
         run = Switcher(programs, world, model_maker(T0), initial_of(T0), replace(ADAM, lr=1e-3), active="B")
         losses, norms, chosen = [], [], []
         for length, documents in zip(lengths, steps, strict=True):
-            chosen.append(choose(ranges, length).name)
+            chosen.append(named[chooser.choose([length] * 2).strategy].name)
             if chosen[-1] != run.active:
                 run.switch(chosen[-1])
             assert run.session is not None

@@ -46,7 +46,10 @@ def test_json_has_the_plan_its_bound_and_what_it_is_compared_with(small: str) ->
     assert found["homogeneous"]["step_seconds"] >= found["step_seconds"]
     assert found["given"]["step_seconds"] >= found["step_seconds"]
     assert found["given"]["fits"] is True
-    assert set(found["baselines"]) == {"homogeneous", "hexiscale", "oobleck"}
+    assert set(found["baselines"]) == {"homogeneous", "hexiscale", "oobleck", "hotspa"}
+    for other in found["baselines"].values():
+        assert other["limits"]
+        assert other["gain"] is None or other["gain"] >= 0
     assert all(int(rank) in range(4) and need > 0 for rank, need in found["memory_bytes"].items())
     assert "confirmed by highs" in found["method"]
 
@@ -59,6 +62,10 @@ def test_tables_name_the_plan_the_others_and_what_memory_it_needs(small: str) ->
         "predicted; bound",
         "planned",
         "homogeneous",
+        "our gain",
+        "hexiscale: as HexiScale plans: GPipe, layers by memory",
+        "oobleck: as Oobleck plans: templates of whole nodes",
+        "hotspa: as HotSPa plans: one homogeneous",
         "given",
         "memory per rank",
         "pipeline 0: ",

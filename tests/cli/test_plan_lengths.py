@@ -48,7 +48,14 @@ def test_a_set_of_strategies_is_printed_written_and_drawn(
     out = capsys.readouterr().out
     assert "strategies for documents of up to 16K tokens, 131,072 tokens a step" in out
     assert "predicted mean step:" in out
-    assert "best homogeneous strategy, DP" in out
+    for told in (
+        "packed: ",
+        "varlen: ",
+        "hotspa: ",
+        "our gain ",
+        "as HotSPa plans: intervals of lengths in turn",
+    ):
+        assert told in out
     assert picture.stat().st_size > 20_000
     text = Path(files[0]).read_text().replace("strategy: auto\n", written.read_text())
     taken = tmp_path / "taken.yaml"
@@ -58,6 +65,11 @@ def test_a_set_of_strategies_is_printed_written_and_drawn(
     found = json.loads(capsys.readouterr().out)
     assert [each["name"] for each in found["strategies"]] == [each.name for each in named]
     assert found["floor_seconds"] < found["step_seconds"] < found["homogeneous"]["step_seconds"]
+    assert set(found["baselines"]) == {"packed", "varlen", "hotspa"}
+    for other in found["baselines"].values():
+        assert other["gain"] > 0
+        assert other["strategy"].partition("DP")[1]
+        assert other["limits"]
     assert sum(each["steps"] for each in found["strategies"]) == len(found["steps"]) == 40
 
 

@@ -10,13 +10,12 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import PlannerError
 from hetero_megatron.models.presets import LLAMA_32B
 from hetero_megatron.planner.chooser import StepChooser
+from hetero_megatron.planner.hotspa import HOTSPA, Buckets
 from hetero_megatron.planner.layouts import Layout, Layouts
 from hetero_megatron.planner.length_sample import LengthSample
 from hetero_megatron.planner.mixed import MixedPlan, plan_mixed
 from hetero_megatron.planner.mixed_baselines import (
-    HOTSPA,
     PAPER,
-    Buckets,
     best_windows,
     fitting,
     homogeneous,
