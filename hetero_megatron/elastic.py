@@ -23,7 +23,7 @@ from hetero_megatron.losses import guardians, survivable
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.next_program import NextProgram
 from hetero_megatron.program import Program
-from hetero_megatron.report import short_strategy
+from hetero_megatron.report import short_strategy, strategy_text
 from hetero_megatron.run import DTYPES, Run, settings_of
 from hetero_megatron.runtime.agree import agree_on_kernels
 from hetero_megatron.runtime.elastic import ElasticSession
@@ -198,10 +198,12 @@ class _Rank:
             # A process that has started CUDA cannot be forked any more.
             workers = 0 if run.device == "cuda" else None
             position = self._position(session.iteration)
-            loader = stack.enter_context(run.data.loader(run.program, session.world.rank, position, workers))
+            loader = stack.enter_context(run.loader(session.world.rank, position, workers))
             journal = stack.enter_context(Journal.kept(shown, session))
             for recovery in elastic.recoveries[self._told :]:
                 journal.say(f"{recovery}; {short_strategy(run.program.strategy)}")
+            if elastic.recoveries[self._told :]:
+                journal.say(strategy_text(run.program.strategy))
             self._told = len(elastic.recoveries)
             saver = saver_of(run, session, journal, forsaken=bool(elastic.recoveries))
             if run.recipe.elastic.faults:

@@ -102,7 +102,10 @@ class _Search:
                 [split for split in within[n][1][m - 1] if split.seconds < self.limit] for n, m in chosen
             ]
             for splits in product(*options):
-                if any(a == b and x > y for (a, x), (b, y) in pairwise(zip(chosen, map(_key, splits), strict=True))):
+                if any(
+                    a == b and x > y
+                    for (a, x), (b, y) in pairwise(zip(chosen, map(_key, splits), strict=True))
+                ):
                     continue  # equal lanes with equal counts stand in one order
                 if max(split.seconds for split in splits) < self.limit:
                     self._time(splits, [m for _, m in chosen], setting)

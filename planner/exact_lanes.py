@@ -41,7 +41,9 @@ class LaneSplits:
         self.prices, self.lanes = prices, Lanes(prices, quick=False)
         self.total = prices.problem.config.num_layers
         self._splits: dict[int, Counts] = {}
-        self._links = {kind.name: _fastest(prices.problem.cluster, kind) for kind in prices.problem.cluster.kinds}
+        self._links = {
+            kind.name: _fastest(prices.problem.cluster, kind) for kind in prices.problem.cluster.kinds
+        }
 
     def within(self, blocks: Blocks, setting: Setting, micro_batches: int, limit: float) -> list[Split]:
         """Splits that take less than the limit and have the memory, fastest first.

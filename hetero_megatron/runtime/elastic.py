@@ -244,7 +244,7 @@ class ElasticSession:
         with cut_when_halted(self.member):
             groups = self._connect(program, view)
             laps.lap("groups")
-            session, lost_state = self._filled(base, program, view, groups, laps)
+            session, lost_state, moved_bytes = self._filled(base, program, view, groups, laps)
             if session is not None:
                 self._making.guard(session)
                 self._next = view.generation, session
@@ -259,13 +259,15 @@ class ElasticSession:
         self._take(session, view.generation)
         iteration = view.iteration if session is None else session.iteration
         seconds, self._redoing = laps.seconds, laps
-        self.recoveries.append(Recovery(view, noticed, iteration, seconds, planned, lost_state, completed))
+        self.recoveries.append(
+            Recovery(view, noticed, iteration, seconds, planned, lost_state, completed, moved_bytes)
+        )
         gc.collect()
 
     def _filled(
         self, base: Program, program: Program, view: View, groups: Groups, laps: Laps
-    ) -> tuple[Session | None, str]:
-        """This rank's session of the next program with the state in it, and what of that came from a checkpoint."""
+    ) -> tuple[Session | None, str, int]:
+        """This rank's session of the next program with the state in it, what came from a checkpoint, and bytes moved."""
         making, old = self._making, self._old
         has_part = self.member.rank in program.strategy.ranks
         try:
@@ -276,13 +278,13 @@ class ElasticSession:
         except ReshardError as error:
             if self._restart is None:
                 raise RuntimeFailure(f"{error}; this run has no checkpoint to go back to") from error
-            return self._restart(program, self.world, groups), str(error)
+            return self._restart(program, self.world, groups), str(error), 0
         session = making.session(program, self.world, groups) if has_part else None
         laps.lap("specialize")
         if session is not None:
             session.phase_hook = self._note
         self._move(plan, acting, old, session, view)
-        return session, ""
+        return session, "", int(sum(sum(by_link.values()) for by_link in plan.bytes_sent().values()))
 
     def _move(
         self,

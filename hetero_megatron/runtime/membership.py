@@ -5,6 +5,7 @@ the first node, publishes the next view once every member has either said so or 
 step was the last that counts: the furthest that any survivor has seen agreed on by all.
 """
 
+import contextlib
 import gc
 import json
 import time
@@ -18,6 +19,9 @@ from hetero_megatron.errors import RuntimeFailure
 from hetero_megatron.runtime.board import Board
 
 _POLL_SECONDS = 0.002
+# While nothing trains yet nobody is in a hurry, and many ranks keep the store busy.
+_ENTRY_SECONDS = 0.02
+_PATIENCE = timedelta(hours=1)
 
 
 class Halted(RuntimeError):
@@ -138,7 +142,7 @@ class Member:
         while not self.store.check([key]):
             if self.store.check(["trained"]):
                 return False
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_ENTRY_SECONDS)
         return True
 
     def note(self, phase: str, iteration: int) -> None:
@@ -189,7 +193,7 @@ class Member:
         while not self.store.check(keys):
             if self.is_halted():
                 raise Halted("another rank was lost while this one waited")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._pause)
 
     def wait_for_work(self) -> bool:
         """Of a rank without a part in the strategy: wait until the view changes (True) or training is over."""
@@ -198,7 +202,7 @@ class Member:
                 return True
             if self.store.check(["trained"]):
                 return False
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._pause)
 
     def view_of(self, generation: int) -> View:
         """An earlier view."""
@@ -212,7 +216,7 @@ class Member:
         while not self.store.check(keys):
             if self.is_halted():
                 return False
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._pause)
         self.store.set("trained", "")
         return True
 
@@ -227,12 +231,22 @@ class Member:
 
     def _wait(self, generation: int) -> View:
         key = f"view/{generation}"
-        while not self.store.check([key]):
-            time.sleep(_POLL_SECONDS)
+        self._wait_for(key)
         view = View.from_json(self.store.get(key))
         if view.end:
             raise RuntimeFailure(view.end)
         return view
+
+    def _wait_for(self, key: str) -> None:
+        """Until the store has `key`, which then answers by itself: many ranks that ask again and again keep it busy."""
+        while not self.store.check([key]):
+            with contextlib.suppress(dist.DistStoreError):
+                self.store.wait([key], _PATIENCE)
+
+    @property
+    def _pause(self) -> float:
+        """Seconds between two questions to the store, which answers all ranks one after another."""
+        return _POLL_SECONDS * max(1, len(self.view.ranks) // 4)
 
 
 def tell(store: dist.Store) -> None:
@@ -248,6 +262,7 @@ class Coordinator:
         self._store, self._patience = store, patience_s
         self._events, self._gone, self._first, self._stopped_at = 0, dict[int, str](), 0.0, 0.0
         self._joining: list[int] = []
+        self._stopped = set[int]()
         self._without_progress = 0
         self.view = View(0, tuple(sorted(ranks)))
         for rank in ranks:
@@ -279,11 +294,10 @@ class Coordinator:
         """Members that have neither stopped nor gone, once somebody has; nobody while the run goes on."""
         if not self._first:
             return ()
-        return tuple(
-            rank
-            for rank in self.view.ranks
-            if rank not in self._gone and not self._store.check([self._key(rank)])
-        )
+        left = [rank for rank in self.view.ranks if rank not in self._gone and rank not in self._stopped]
+        # Each is asked about until it has stopped, and no longer: with many ranks that is most of the work.
+        self._stopped |= {rank for rank in left if self._store.check([self._key(rank)])}
+        return tuple(rank for rank in left if rank not in self._stopped)
 
     @property
     def halted_at(self) -> float:
@@ -340,7 +354,7 @@ class Coordinator:
             end,
         )
         self._first = self._stopped_at = 0.0
-        self._joining = []
+        self._joining, self._stopped = [], set()
         for rank in came:
             self._store.set(f"enter/{rank}", str(view.generation))
         self._publish(view)

@@ -37,6 +37,7 @@ class Recovery:
         planned: what there is to say of the strategy, such as why the planner was not asked.
         lost_state: what no survivor holds, when the run had to go back to a checkpoint.
         completed: whether this rank made the last update afterwards.
+        moved_bytes: of master weights and moments, sent by all ranks together.
     """
 
     view: View
@@ -46,6 +47,7 @@ class Recovery:
     planned: str = ""
     lost_state: str = ""
     completed: bool = False
+    moved_bytes: int = 0
 
     def __str__(self) -> str:
         """The line for the log."""
@@ -64,14 +66,18 @@ class Recovery:
         planned = f"; {self.planned}" if self.planned not in ("", ASKED) else ""
         return (
             f"{lost}{noticed}{back}; going on with ranks {ranges_text(self.view.ranks)}{joined} after "
-            f"iteration {self.iteration}, in {self._took('redo'):.3f} s ({self._parts('redo')}){planned}"
+            f"iteration {self.iteration}, in {self._took('redo'):.3f} s ({self._parts('redo')}), "
+            f"{self.moved_bytes / 1e6:,.2f} MB moved{planned}"
         )
 
     @property
     def end(self) -> str:
         """The line for the log when the first step after it is committed: the whole of its time."""
+        since = (
+            "the ranks stopped" if self.planned == ASKED and not self.view.lost else "the loss was noticed"
+        )
         return (
-            f"recovered: iteration {self.iteration + 1} is committed {self._took():.3f} s after the loss was noticed "
+            f"recovered: iteration {self.iteration + 1} is committed {self._took():.3f} s after {since} "
             f"({self._parts()})"
         )
 
@@ -85,4 +91,4 @@ class Recovery:
 def in_short(error: RuntimeError) -> str:
     """`Connection reset by peer`: without the place in the library, the addresses, and the advice."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"\[[^\]]*\]:? *", "", text.partition(". This is")[0]).strip()[:120]
+    return re.sub(r"\[[^\]]*\](:\d+|:)? *", "", text.partition(". This is")[0]).strip()[:120]

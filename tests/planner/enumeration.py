@@ -74,9 +74,7 @@ class Enumeration:
         kinds = tuple(
             DeviceKind(each.name, each.memory_bytes, each.flops, better(each.link)) for each in cluster.kinds
         )
-        devices = tuple(
-            Device(each.rank, each.kind, self.kinds.index(each.kind)) for each in cluster.devices
-        )
+        devices = tuple(Device(each.rank, each.kind, self.kinds.index(each.kind)) for each in cluster.devices)
         return Cluster(devices, kinds, cluster.inter_node)
 
     def best(self, first: bool = False) -> float:
@@ -170,9 +168,7 @@ class Enumeration:
                 if empty and len(own) in tried:
                     continue
                 tried |= {len(own)} if empty else set()
-                yield from place(
-                    n + 1, {**free, site: own[degree:]}, {**found, order[n]: own[:degree]}
-                )
+                yield from place(n + 1, {**free, site: own[degree:]}, {**found, order[n]: own[:degree]})
 
         yield from place(0, self.nodes, {})
 
@@ -209,7 +205,9 @@ class Enumeration:
             stages.append(Stage(own, (first, end - 1), degree))
         return tuple(stages)
 
-    def _within(self, lane: Lane, m: int, rows: int, zero: int, pipelines: int) -> tuple[tuple[int, ...], ...]:
+    def _within(
+        self, lane: Lane, m: int, rows: int, zero: int, pipelines: int
+    ) -> tuple[tuple[int, ...], ...]:
         """Splits with which a pipeline takes less than the limit by itself and has the memory, fastest first."""
         depth, splits = len(lane), self._splits(len(lane))
         if self.limit < inf:
@@ -315,7 +313,9 @@ class Enumeration:
             if own:
                 within.append((lane, own))
         sizes = [tuple(sum(n for k, n in lane if k == kind) for kind in self.kinds) for lane, _ in within]
-        most = self._most_micro_batches([(size, len(own)) for size, (_, own) in zip(sizes, within, strict=True)], pipelines)
+        most = self._most_micro_batches(
+            [(size, len(own)) for size, (_, own) in zip(sizes, within, strict=True)], pipelines
+        )
         chosen: list[tuple[int, int]] = []
 
         def choose(start: int, free: tuple[int, ...], left: int) -> Iterator[tuple[tuple[int, int], ...]]:

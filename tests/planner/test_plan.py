@@ -89,7 +89,9 @@ def test_stages_stay_inside_nodes() -> None:
 
 
 @pytest.mark.parametrize("name", [*TABLE9, *TABLES_11_12])
-def test_on_the_papers_pipelines_level_two_gives_every_stage_the_papers_layers_or_one_more_or_less(name: str) -> None:
+def test_on_the_papers_pipelines_level_two_gives_every_stage_the_papers_layers_or_one_more_or_less(
+    name: str,
+) -> None:
     """Stages of one kind and degree may change places."""
     given, problem, costs = stated(name)
     lanes = Lanes(Prices(problem, costs), quick=False)
