@@ -18,7 +18,7 @@ from hetero_megatron.runtime.membership import Halted, Member, View
 from hetero_megatron.runtime.sockets import Sockets, cut, open_sockets
 from hetero_megatron.runtime.world import Groups, World
 
-_WATCH_SECONDS = 0.01
+_WATCH_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
