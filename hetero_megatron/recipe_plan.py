@@ -8,6 +8,7 @@ from hetero_megatron.planner.plan import Plan, make_plan
 from hetero_megatron.planner.problem import Choices, Problem
 from hetero_megatron.planner.profiles import Profiles
 from hetero_megatron.planner.solver import Solver
+from hetero_megatron.profile_file import profiles_of
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
@@ -28,11 +29,11 @@ def problem_of(recipe: "Recipe", choices: Choices | None = None) -> Problem:
 
 
 def costs_of(recipe: "Recipe", problem: Problem, profiles: Profiles | None = None) -> Costs:
-    """The cost model of a recipe's model, devices and precision."""
+    """The cost model of a recipe's model, devices and precision; by the recipe's profile unless another is given."""
     return Costs(
         problem.config,
         problem.cluster,
-        profiles or Profiles(),
+        profiles_of(recipe) if profiles is None else profiles,
         problem.seq_length,
         recipe.training.precision,
     )
@@ -47,7 +48,7 @@ def problem_under(
     return problem, Costs(
         problem.config,
         cluster,
-        profiles,
+        profiles_of(recipe) if profiles is None else profiles,
         problem.seq_length,
         recipe.training.precision,
         written.sequence_parallel,
@@ -70,3 +71,17 @@ def plan_recipe(
     """
     problem = problem_of(recipe, choices)
     return make_plan(problem, costs_of(recipe, problem, profiles), solver)
+
+
+def planned_by(recipe: "Recipe", plan: Plan) -> str:
+    """What a run says of the plan that its `strategy: auto` became."""
+    profile = recipe.planning.profile
+    times = f"the times of {profile}" if profile else "published figures (`profile` measures this machine)"
+    even = plan.homogeneous
+    text = (
+        f"strategy: auto: {plan.best.seconds:.4g} s a step predicted by {times}, {100 * plan.gap:.0f}% above the bound "
+        f"of these devices; {plan.method}, in {plan.seconds:.2f} s"
+    )
+    if even is not None:
+        text += f"; the best homogeneous strategy: {even.seconds:.4g} s"
+    return "; ".join((text, *plan.notes))

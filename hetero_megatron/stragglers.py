@@ -1,4 +1,4 @@
-"""Ranks that compute slower than they should, and the plan that expects it (paper A.1; issue: switching and survival).
+"""Ranks that compute slower than they should, and the plan that expects it (paper A.1).
 
 Every rank's measured rate is held against what the cost model predicts for its stage; the fastest rank counts as 1. When a
 plan for devices of the measured speeds gains more than `elastic.straggler_gain` over the running strategy, and wins back
@@ -20,6 +20,7 @@ from hetero_megatron.planner.problem import Problem
 from hetero_megatron.planner.profiles import Profiles
 from hetero_megatron.planner.replan import replan
 from hetero_megatron.planner.solver import NONE, Solver
+from hetero_megatron.profile_file import profiles_of
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.recipe_elastic import ElasticSection
@@ -87,7 +88,8 @@ class Planner:
     """What measured speeds mean for one recipe's strategies; pure."""
 
     def __init__(self, recipe: Recipe, profiles: Profiles | None = None) -> None:
-        self._recipe, self._profiles = recipe, profiles or Profiles()
+        self._recipe = recipe
+        self._profiles = profiles_of(recipe) if profiles is None else profiles
 
     def _costs(self, cluster: Cluster, strategy: Strategy) -> tuple[Problem, Costs]:
         slow = {

@@ -19,7 +19,7 @@ from hetero_megatron.planner.cost import Costs, Lengths
 from hetero_megatron.planner.picture import draw_timeline
 from hetero_megatron.planner.profiles import Profiles
 from hetero_megatron.planner.simulate import RankReport, Simulation, simulate
-from hetero_megatron.profile_file import read_profile
+from hetero_megatron.profile_file import profiles_of
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.run import build_program
@@ -44,7 +44,7 @@ def run(
         HeteroError: the recipe cannot be turned into a Program, or a file cannot be read or written.
     """
     with recipe.named():
-        profiles = read_profile(profile, recipe)
+        profiles = profiles_of(recipe, profile)
         program = build_program(recipe, Llama(recipe.make_config()))
         costs = make_costs(recipe, program.strategy, profiles)
         found = simulate(program, costs, lengths_of(recipe, program.strategy))
