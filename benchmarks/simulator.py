@@ -20,7 +20,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -147,9 +147,15 @@ def predict(run: Run, profiles: Profiles, config: LlamaConfig = CONFIG, sequence
     return simulate(program, Costs(config, program.cluster, profiles, sequence, *options)).seconds
 
 
-def train(run: Run, rounds: int, steps: int, factor: float, paced: float = 0.0) -> float:
-    """Seconds of a step on real ranks: the least of the rounds' medians."""
-    config, sequence = (TINY, TINY_SEQUENCE) if paced else (CONFIG, SEQUENCE)
+def train(
+    run: Run,
+    rounds: int,
+    steps: int,
+    hinder: Callable[[Session], None],
+    config: LlamaConfig = CONFIG,
+    sequence: int = SEQUENCE,
+) -> float:
+    """Seconds of a step on real ranks: the least of the rounds' medians. `hinder` makes a rank slower, or does nothing."""
     model = Llama(config)
     program = Program.build(trace(model), run.strategy, config.facts, cluster_of(run))
     with tempfile.TemporaryDirectory() as folder:
@@ -165,14 +171,12 @@ def train(run: Run, rounds: int, steps: int, factor: float, paced: float = 0.0) 
                 lambda slot: initial_value(slot.name, specs[slot.name], slot.bounds, slot.full_shape, 0),
                 OptimizerSettings(lr=1e-4, train_iters=10**6),
             )
-            if paced:
-                keep_pace(session, paced * (factor if world.rank in run.slow else 1.0))
-            elif world.rank in run.slow:
-                slow_down(session, factor)
+            hinder(session)
             number, _ = program.pipeline_of(world.rank)
+            pipeline = run.strategy.pipelines[number]
             ids = np.random.default_rng(0).integers(0, config.vocab_size, sequence + 1)
-            batch = pack([Piece(0, ids[:-1], ids[1:])], program.token_multiple(number))
-            batches = [batch] * run.strategy.pipelines[number].micro_batches
+            rows = [Piece(row, ids[:-1], ids[1:]) for row in range(pipeline.micro_batch_size)]
+            batches = [pack(rows, program.token_multiple(number))] * pipeline.micro_batches
             found = [timed(session, batches, steps) for _ in range(rounds + 1)][1:]
             if world.rank == 0:
                 result.write_text(json.dumps(min(found)), encoding="utf-8")
@@ -260,7 +264,22 @@ def main() -> None:
             continue
         own = with_slow_kind(profiles[run.strategy.sequence_parallel], arguments.slow)
         predicted = predict(run, own, *((TINY, TINY_SEQUENCE) if paced else ()))
-        took = train(run, arguments.rounds, arguments.steps, arguments.slow, paced)
+        slow, factor = run.slow, arguments.slow
+
+        def hinder(session: Session, slow: tuple[int, ...] = slow, factor: float = factor) -> None:
+            is_slow = session.world.rank in slow
+            if paced:
+                keep_pace(session, paced * (factor if is_slow else 1.0))
+            elif is_slow:
+                slow_down(session, factor)
+
+        took = train(
+            run,
+            arguments.rounds,
+            arguments.steps,
+            hinder,
+            *((TINY, TINY_SEQUENCE) if paced else (CONFIG, SEQUENCE)),
+        )
         rows.append((run.name, took, predicted))
         console.print(f"{run.name}: {1e3 * took:.1f} ms, predicted {1e3 * predicted:.1f}")
     table = Table(title="steps in ms", title_justify="left")

@@ -107,9 +107,8 @@ def make_part(
 
             def flush() -> None:
                 nonlocal largest, largest_document, told
-                for (place, _), ids in zip(
-                    batch, tokenizer.encode_batch([text for _, text in batch]), strict=True
-                ):
+                for place, text in batch:
+                    ids = tokenizer.encode(text)
                     if len(ids) < 2:  # nothing but the end token
                         counts.empty += 1
                         continue

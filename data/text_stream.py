@@ -14,7 +14,6 @@ from hetero_megatron.data.tokenizer import Tokenizer
 from hetero_megatron.errors import DataError
 
 _SHARD_BYTES = 2**25
-_BATCH = 16
 
 
 class TextStream:
@@ -47,9 +46,9 @@ class TextStream:
         found = self._texts(counts)
         skipped = sum(1 for _ in islice(found, first))
         any_left = False
-        while batch := list(islice(found, _BATCH)):
+        for text in found:
             any_left = True
-            yield from self._tokenizer.encode_batch(batch)
+            yield self._tokenizer.encode(text)
         if not any_left and not skipped:
             raise DataError(f"{self._reader.names[0]} has no document with text: {counts}")
 

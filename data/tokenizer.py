@@ -1,6 +1,5 @@
 """Text to token ids; and bytes as tokens: nothing to train, nothing to download, nothing that cannot be encoded."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -37,10 +36,6 @@ class Tokenizer(Protocol):
         """The document's ids, the end token included."""
         ...
 
-    def encode_batch(self, documents: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The ids of several documents, the end tokens included."""
-        ...
-
     def decode(self, tokens: NDArray[np.int64]) -> str | bytes:
         """The text of `tokens`, end tokens left out."""
         ...
@@ -70,10 +65,6 @@ class ByteTokenizer:
         tokens_T[:-1] = np.frombuffer(document, dtype=np.uint8)
         tokens_T[-1] = END_OF_DOCUMENT
         return tokens_T
-
-    def encode_batch(self, documents: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The tokens of several documents, the end tokens included."""
-        return [self.encode(document) for document in documents]
 
     def decode(self, tokens: NDArray[np.int64]) -> bytes:
         """The bytes of `tokens`, end tokens left out."""

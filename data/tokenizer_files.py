@@ -5,7 +5,6 @@ The ids are those of the text alone, without any start token, followed by the en
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,10 +88,6 @@ class JsonTokenizer:
         ids = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return np.array([*ids, self.end_of_document], dtype=np.int64)
 
-    def encode_batch(self, documents: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The ids of several documents, the end tokens included."""
-        return [self.encode(document) for document in documents]
-
     def decode(self, tokens: NDArray[np.int64]) -> str:
         """The text of `tokens`, special tokens left out."""
         return self._library.decode(tokens.tolist(), skip_special_tokens=True)
@@ -131,10 +126,6 @@ class SentencePieceTokenizer:
     def encode(self, document: str | bytes) -> NDArray[np.int64]:
         """The document's ids, the end token included."""
         return np.array([*self._library.encode(_text(document)), self.end_of_document], dtype=np.int64)
-
-    def encode_batch(self, documents: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The ids of several documents, the end tokens included."""
-        return [self.encode(document) for document in documents]
 
     def decode(self, tokens: NDArray[np.int64]) -> str:
         """The text of `tokens`, end tokens left out."""

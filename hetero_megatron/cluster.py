@@ -1,7 +1,7 @@
 """The devices that a strategy runs on and the links between them (paper §5.3, Table 7)."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_megatron.device_specs import SPECS
 from hetero_megatron.errors import ClusterError
@@ -34,6 +34,22 @@ class DeviceKind:
     memory_bytes: int
     flops: float
     link: Link
+
+    def slowed(self, speed: float) -> "DeviceKind":
+        """Devices of this model that were found to compute at `speed` times what others do.
+
+        >>> KINDS["h20"].slowed(0.5).name
+        'h20 at 0.5'
+        """
+        return replace(self, name=f"{model_of(self.name)}{_AT}{speed:g}", flops=self.flops * speed)
+
+
+_AT = " at "
+
+
+def model_of(kind: str) -> str:
+    """The model of device behind the name of a kind: `h20` for `h20` and for `h20 at 0.5`."""
+    return kind.partition(_AT)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +168,24 @@ class Cluster:
         return Cluster(
             tuple(d for d in self.devices if d.rank not in gone), self.kinds, self.inter_node, self.between
         )
+
+    def slowed(self, speeds: Mapping[int, float]) -> "Cluster":
+        """The cluster with ranks that compute at so many times what their kind does; each speed is a kind of its own.
+
+        >>> [device.kind for device in Cluster.local_cpu(2).slowed({1: 0.25}).devices]
+        ['cpu', 'cpu at 0.25']
+        """
+        slow = {rank: self.kind(rank).slowed(speed) for rank, speed in speeds.items() if speed != 1}
+        kinds = dict.fromkeys((*self.kinds, *slow.values()))
+        between = tuple(
+            (one.name, other.name, link)
+            for first, second, link in self.between
+            for one in kinds
+            for other in kinds
+            if (model_of(one.name), model_of(other.name)) == (first, second)
+        )
+        devices = tuple(replace(d, kind=slow[d.rank].name) if d.rank in slow else d for d in self.devices)
+        return Cluster(devices, tuple(kinds), self.inter_node, between)
 
     def join(self, devices: Iterable[Device]) -> "Cluster":
         """The cluster with these devices added."""

@@ -6,32 +6,37 @@ those who are left, move the state, and go on in the same processes with the nex
 
 import contextlib
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from hetero_megatron.change_request import ChangeRequests
+from hetero_megatron.data.loader import LoadedStep
 from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.errors import HeteroError, StrategyError
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.journal import Journal
-from hetero_megatron.loop import Memory
+from hetero_megatron.loop import Memory, Told
 from hetero_megatron.losses import guardians, survivable
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.next_program import NextProgram
 from hetero_megatron.program import Program
-from hetero_megatron.report import short_strategy
+from hetero_megatron.report import short_strategy, strategy_text
 from hetero_megatron.run import DTYPES, Run, settings_of
 from hetero_megatron.runtime.agree import agree_on_kernels
-from hetero_megatron.runtime.elastic import ElasticSession, Making
+from hetero_megatron.runtime.elastic import ElasticSession
 from hetero_megatron.runtime.faults import Fault, Faults
 from hetero_megatron.runtime.launch import preload
+from hetero_megatron.runtime.making import Making
 from hetero_megatron.runtime.membership import Member
-from hetero_megatron.runtime.session import Session
+from hetero_megatron.runtime.session import Evaluation, Session, StepResult
 from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.runtime.supervisor import Limits, Node, Supervisor
 from hetero_megatron.runtime.world import Groups, World, silent
 from hetero_megatron.starting import agree_on_start, find_start
+from hetero_megatron.tracing import Tracer, continued
 from hetero_megatron.train import announce, check_gpus, device_of, initial_of, loop_of, memory_of, saver_of
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
@@ -62,8 +67,10 @@ def pretrain_elastic(run: Run, place: Place | None = None) -> int:
             raise StrategyError(
                 f"elastic.faults: rank {fault.rank} is none of the strategy's ranks {list(ranks)}"
             )
+    following = NextProgram(run.recipe, run.config, trace(run.model))
     if node.first_ranks != ranks:
-        run = run.under(NextProgram(run.recipe, run.config, trace(run.model))(run.program, node.first_ranks))
+        first, _ = following.strategy(None, node.first_ranks)
+        run = run.under(following.program(first, node.first_ranks))
     preload(any(stage.recompute for pipeline in strategy.pipelines for stage in pipeline.stages))
     if not node.number:
         announce(run)
@@ -75,7 +82,7 @@ def pretrain_elastic(run: Run, place: Place | None = None) -> int:
     def main(member: Member) -> None:
         try:
             with run.recipe.named():
-                _Rank(run, member, node, request).work()
+                _Rank(run, member, node, request, following).work()
         except HeteroError as error:
             member.refuse(str(error))
             raise
@@ -110,12 +117,15 @@ def _node(run: Run, ranks: tuple[int, ...], place: Place) -> Node:
 class _Rank:
     """The life of one rank, over all generations."""
 
-    def __init__(self, run: Run, member: Member, node: Node, request: StopRequest) -> None:
-        self._run, self._member, self._request = run, member, request
+    def __init__(
+        self, run: Run, member: Member, node: Node, request: StopRequest, following: NextProgram
+    ) -> None:
+        self._run, self._member, self._request, self._following = run, member, request, following
         self._is_local = node.nodes is None
         self._device = device_of(run.device, node.ranks.index(member.rank))
         self._memory = memory_of(run)
         self._told = 0
+        self._tracer: Tracer | None = None
 
     def work(self) -> None:
         """Train until the end."""
@@ -133,14 +143,16 @@ class _Rank:
         )
         self._making = making
         faults = [Fault(**fault.model_dump()) for fault in section.faults]
+        self._requests = ChangeRequests(self._member)
         elastic = ElasticSession(
             self._member,
             run.program,
             making,
             self._first,
-            NextProgram(run.recipe, run.config, trace(run.model)),
+            self._following,
             self._from_checkpoint,
             Faults(faults) if faults else None,
+            self._requests.strategy,
         )
         elastic.run(lambda session: self._train(elastic, session))
         elastic.leave()
@@ -186,16 +198,42 @@ class _Rank:
             # A process that has started CUDA cannot be forked any more.
             workers = 0 if run.device == "cuda" else None
             position = self._position(session.iteration)
-            loader = stack.enter_context(run.data.loader(run.program, session.world.rank, position, workers))
+            loader = stack.enter_context(run.loader(session.world.rank, position, workers))
             journal = stack.enter_context(Journal.kept(shown, session))
             for recovery in elastic.recoveries[self._told :]:
                 journal.say(f"{recovery}; {short_strategy(run.program.strategy)}")
+            if elastic.recoveries[self._told :]:
+                journal.say(strategy_text(run.program.strategy))
             self._told = len(elastic.recoveries)
-            saver = saver_of(run, session, journal)
+            saver = saver_of(run, session, journal, forsaken=bool(elastic.recoveries))
+            if run.recipe.elastic.faults:
+                saver.amid = partial(elastic.strike, "saving")
             stack.callback(saver.abandon)
             loop = loop_of(run, session, loader, saver, self._request, memory, journal)
+            loop.told = self._telling(elastic, journal)
+            loop.tracer = self._tracer = continued(self._tracer, loop.tracer)
             loop.newcomers, loop.make_way = self._member.is_awaited, elastic.stop_for_joining
+            if loop.watch is not None:
+                loop.newcomers = self._requests.attend(loop.watch)
             journal.end(loop.run())
+
+    def _telling(self, elastic: ElasticSession, journal: Journal) -> Told:
+        """What the journal says of a step, and of the recovery before it, which ends with it."""
+        last = elastic.recoveries[-1] if elastic.recoveries else None
+        untold = [] if last is None or "redo" in last.seconds else [last]
+
+        def told(
+            result: StepResult,
+            loaded: LoadedStep,
+            measured: Evaluation | None,
+            note: str | None,
+            consumed_tokens: int,
+        ) -> None:
+            journal.step(result, loaded, measured, note, consumed_tokens)
+            if untold and "redo" in untold[0].seconds:
+                journal.say(untold.pop().end)
+
+        return told
 
     def _catch_up(self, elastic: ElasticSession, session: Session) -> None:
         """Collective: ranks leave a step at different places behind its agreement; all learn what the furthest knows."""

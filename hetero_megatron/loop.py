@@ -11,11 +11,15 @@ from typing import Any, NoReturn
 from hetero_megatron.data.loader import LoadedStep, Loader
 from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.errors import CheckpointError, RuntimeFailure
+from hetero_megatron.pace import Pace
 from hetero_megatron.recipe_sections import CheckpointSection, EvaluationSection
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.checkpoint import Failed, Saved, Saver
 from hetero_megatron.runtime.session import Evaluation, Session, StepResult
 from hetero_megatron.runtime.stopping import StopRequest
+from hetero_megatron.stragglers import Watch
+from hetero_megatron.tracing import Tracer
+from hetero_megatron.turns import Turns
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
 Told = Callable[[StepResult, LoadedStep, Evaluation | None, str | None, int], None]
@@ -63,6 +67,10 @@ class Memory:
         }
 
 
+_NEWCOMERS = 3
+"""The place of this vote, behind that of the request and the two of the saver; those of the pace follow."""
+
+
 def _no_newcomers() -> bool:
     return False
 
@@ -78,7 +86,9 @@ class Loop:
     Attributes:
         facts: what a checkpoint says besides where the run stands: recipe, settings, identity of the data.
         held_out: this rank's micro-batches of every evaluation step.
+        turns: who changes the strategy before a step, where there are several.
         newcomers: whether ranks wait to be taken in; `make_way` leaves the loop for them, between two steps.
+        tracer, pace, watch: what records steps, measures ranks, and looks at what was measured.
     """
 
     session: Session
@@ -93,8 +103,12 @@ class Loop:
     checkpoint: CheckpointSection
     evaluation: EvaluationSection | None = None
     held_out: Sequence[Sequence[MicroBatch]] = ()
+    turns: Turns | None = None
     newcomers: Callable[[], bool] = _no_newcomers
     make_way: Callable[[], None] = _make_no_way
+    tracer: Tracer | None = None
+    pace: Pace | None = None
+    watch: Watch | None = None
 
     def run(self) -> str:
         """Train; returns which signal ended it, or "" when training is complete.
@@ -116,10 +130,12 @@ class Loop:
             if loaded is None:
                 break
             memory.opened, memory.result = replace(loaded, batches=[]), None
-            votes = (float(bool(self.request)), *self.saver.votes(), float(self.newcomers()))
-            result = self.session.step(loaded.batches, True, votes)
+            result = self._step(loaded)
             asked = self._finish(result, loaded)
-            if result.votes[-1] and not asked:
+            if self.watch is not None and self.pace is not None:
+                seconds = result.seconds["step"]
+                self.watch.look(self.session.program, self.pace.rates, seconds, result.iteration)
+            if result.votes[_NEWCOMERS] and not asked:
                 self.make_way()
         ended = self._save(self.loader.position)
         ended = self.saver.finish() or ended
@@ -127,11 +143,28 @@ class Loop:
             raise CheckpointError(f"the run ends without its last checkpoint: {ended.text}")
         return (self.request.signal or "a signal to another rank") if asked else ""
 
+    def _step(self, loaded: LoadedStep) -> StepResult:
+        """One step under its strategy, measured and traced where that is asked for."""
+        if self.turns is not None:
+            self.session = self.turns.take(loaded.strategy)
+        own = (float(bool(self.request)), *self.saver.votes(), float(self.newcomers()))
+        told = () if self.pace is None else self.pace.votes(self.session)
+        if self.tracer is not None:
+            self.tracer.begin(self.session)
+        if self.pace is not None:
+            self.pace.begin(self.session)
+        result = self.session.step(loaded.batches, True, (*own, *told))
+        if self.tracer is not None:
+            self.tracer.end(self.session)
+        if self.pace is not None:
+            self.pace.end(self.session, loaded.batches, result.votes[len(own) :])
+        return result
+
     def _finish(self, result: StepResult, loaded: LoadedStep) -> bool:
         """All that comes after a step; returns whether a rank was asked to stop."""
         asked, memory = result.votes[0] > 0, self.memory
         memory.result = result
-        self.saver.settle(result.votes[1:-1])
+        self.saver.settle(result.votes[1:_NEWCOMERS])
         if result.skipped and result.valid_tokens and not self.skip_nonfinite:
             self.session.take_back()
             self._refuse(
@@ -171,6 +204,8 @@ class Loop:
 
     def _evaluate(self) -> Evaluation:
         """The loss over all held-out micro-batches, each token with the same weight."""
+        if self.turns is not None:
+            self.session = self.turns.evaluate()
         return Evaluation.of([self.session.evaluate(batches) for batches in self.held_out])
 
     def _save(self, position: DataPosition) -> Saved | Failed | None:

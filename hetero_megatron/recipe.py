@@ -1,9 +1,7 @@
 """A run as one typed YAML file: everything wrong in it is refused before anything starts (DESIGN 5)."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,24 +15,21 @@ from pydantic import (
     field_validator,
 )
 
-from hetero_megatron.annotation import AnnotationPlan
-from hetero_megatron.cluster import KINDS, Cluster, Device, ranges_text
-from hetero_megatron.data.dispatch import deal
+from hetero_megatron.cluster import KINDS, Cluster, Device
 from hetero_megatron.data.documents import Source
 from hetero_megatron.data.sources import Shown, no_bar, open_sources
 from hetero_megatron.errors import HeteroError, RecipeError
-from hetero_megatron.layout import read_plan
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.hf_weights import HfWeights
-from hetero_megatron.pipeline.schedule import Tasks
-from hetero_megatron.pipeline.schedule_file import read_csv
 from hetero_megatron.planner.chooser import NamedStrategy
-from hetero_megatron.recipe_data import check_tokens, corpus_settings, refuse_no_folder
+from hetero_megatron.planner.plan import Plan
+from hetero_megatron.recipe_check import check_recipe, check_rows, longest_document
+from hetero_megatron.recipe_data import corpus_settings, refuse_no_folder
 from hetero_megatron.recipe_elastic import ElasticSection, FaultSection
 from hetero_megatron.recipe_model import ModelSection, make_config
 from hetero_megatron.recipe_plan import plan_recipe
+from hetero_megatron.recipe_refusals import describe_all, in_section
 from hetero_megatron.recipe_sections import (
-    SCHEDULE_FILE,
     CheckpointSection,
     DataSection,
     EvaluationSection,
@@ -42,21 +37,22 @@ from hetero_megatron.recipe_sections import (
     LoggingSection,
     NodesSection,
     OutputSection,
-    PipelineSection,
+    PlanningSection,
     Section,
     SourceSection,
-    StageSection,
-    StrategySection,
     TrainingSection,
-    recomputes,
     refuse_unknown,
 )
-from hetero_megatron.recipe_text import apply_overrides, describe_all, read_yaml
-from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
+from hetero_megatron.recipe_strategy import strategy_of
+from hetero_megatron.recipe_strategy_sections import PipelineSection, StageSection, StrategySection
+from hetero_megatron.recipe_text import apply_overrides, read_yaml
+from hetero_megatron.strategy import Strategy
 
 # A section written as bare text means this key of it.
 SHORTHANDS = {"model": "preset", "output": "folder", "data": "folder"}
 MOST_ERRORS = 5
+ONLY = "only"
+"""The name of a strategy that is no list's."""
 
 
 def _expanded(section: str) -> BeforeValidator:
@@ -86,7 +82,7 @@ def _auto(value: object) -> object:
 
 
 class Recipe(Section):
-    """One run: model, cluster, strategy, data, training, kernels, evaluation, checkpoint, logging, output, elastic.
+    """One run: its sections, of which model, strategy and training have no default.
 
     >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=100"])
     """
@@ -109,8 +105,10 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
     elastic: ElasticSection = ElasticSection()
+    planning: PlanningSection = PlanningSection()
     _file: str = PrivateAttr("recipe")
-    _chosen: Strategy | None = PrivateAttr(None)
+    _chosen: Plan | None = PrivateAttr(None)
+    _weights: HfWeights | None = PrivateAttr(None)
 
     @field_validator("evaluation")
     @classmethod
@@ -142,6 +140,16 @@ class Recipe(Section):
         """The Hugging Face folder that a fresh run takes its first weights from, if any."""
         weights: str | None = getattr(self.model, "weights")  # noqa: B009  # made from LlamaConfig's fields
         return None if weights is None else Path(weights)
+
+    def open_weights(self) -> HfWeights | None:
+        """The weights in `weights_folder`, checked once: the ranks of this machine are forked afterwards.
+
+        Raises:
+            ModelError: they are not those of the model, or not all there.
+        """
+        if self._weights is None and self.weights_folder is not None:
+            self._weights = HfWeights.open(self.weights_folder, self.make_config())
+        return self._weights
 
     def make_cluster(self) -> Cluster:
         """The devices: as described, or as many CPU ranks on this machine as the strategy names.
@@ -178,6 +186,11 @@ class Recipe(Section):
         """
         return self._strategy(self.strategy.several[0] if self.strategy.several else self.strategy)
 
+    @property
+    def plan(self) -> Plan | None:
+        """What the planner made of `strategy: auto`, once it was asked."""
+        return self._chosen
+
     def make_strategies(self) -> tuple[NamedStrategy, ...]:
         """All strategies of a run that switches between several by the documents of each step; the one, named `only`.
 
@@ -185,11 +198,31 @@ class Recipe(Section):
             RecipeError: a plan file does not do.
         """
         if self.strategy.several is None:
-            return (NamedStrategy("only", self.make_strategy()),)
+            return (NamedStrategy(ONLY, self.make_strategy()),)
         return tuple(
             NamedStrategy(section.name or "", self._strategy(section), section.max_length)
             for section in self.strategy.several
         )
+
+    @property
+    def evaluates(self) -> int:
+        """The number of the strategy that evaluation takes: the first that takes documents of seq_length tokens."""
+        if self.strategy.several is None:
+            return 0
+        length = self.training.seq_length
+        longest = [longest_document(each, length) for each in self.make_strategies()]
+        return next((number for number, held in enumerate(longest) if held >= length), 0)
+
+    def refuse_unfit(self, strategy: Strategy, ranks: Iterable[int]) -> None:
+        """Refuse a strategy for `ranks` that does not fit this run's model or its steps.
+
+        Raises:
+            StrategyError: it does not fit the model or the ranks.
+            RecipeError: a step's rows find no place.
+        """
+        strategy.check(self.make_config().facts, ranks)
+        if self.data.packing == "rows":
+            check_rows(self, strategy, "data")
 
     def make_prepared(self) -> tuple[Strategy, ...]:
         """The strategies of `elastic.plans`, for other ranks than those that the run begins with.
@@ -202,9 +235,7 @@ class Recipe(Section):
             try:
                 # Only the strategy is the file's: model, cluster and training are those of this run.
                 strategy = self._strategy(_strategy_section(path))
-                strategy.check(self.make_config().facts, self.make_cluster().ranks)
-                if self.data.packing == "rows":
-                    self._check_rows(strategy, "data")
+                self.refuse_unfit(strategy, self.make_cluster().ranks)
             except HeteroError as error:
                 raise RecipeError(f"elastic.plans[{number}]: {path}: {error}") from error
             found.append(strategy)
@@ -213,50 +244,9 @@ class Recipe(Section):
     def _strategy(self, section: StrategySection) -> Strategy:
         if section.auto:
             if self._chosen is None:
-                self._chosen = plan_recipe(self).strategy
-            return self._chosen
-        if section.plan is not None:
-            return self._planned(section.plan, section)
-        pipelines = (
-            _with_memory_options(
-                _homogeneous(section, self.make_config().num_layers), section, self.make_config().num_layers
-            )
-            if section.pipelines is None
-            else tuple(_pipeline(pipeline) for pipeline in section.pipelines)
-        )
-        return Strategy(
-            pipelines,
-            section.zero,
-            section.schedule,
-            section.sequence_parallel,
-            section.idle_ranks,
-            section.context_parallel,
-            section.offload_optimizer,
-            _schedule_tasks(section.schedule),
-        )
-
-    def _planned(self, path: str, section: StrategySection) -> Strategy:
-        """The strategy behind an annotation plan file."""
-        try:
-            plan = AnnotationPlan.from_json(Path(path).read_text(encoding="utf-8"))
-            counts = [
-                (pipeline.micro_batches, pipeline.micro_batch_size, pipeline.cp)
-                for pipeline in section.pipelines or ()
-            ]
-            strategy = read_plan(plan, counts, self.make_config().facts)
-        except OSError as error:
-            raise RecipeError(f"strategy.plan: {path}: {error.strerror}") from error
-        except HeteroError as error:
-            raise RecipeError(f"strategy.plan: {path}: {error}") from error
-        return dataclasses.replace(
-            strategy,
-            pipelines=_with_memory_options(strategy.pipelines, section, self.make_config().num_layers),
-            schedule=section.schedule,
-            idle_ranks=section.idle_ranks,
-            context_parallel=section.context_parallel,
-            offload_optimizer=section.offload_optimizer,
-            schedule_tasks=_schedule_tasks(section.schedule),
-        )
+                self._chosen = plan_recipe(self)
+            return self._chosen.strategy
+        return strategy_of(section, self.make_config())
 
     def open_sources(
         self,
@@ -280,7 +270,7 @@ class Recipe(Section):
         refuse_no_folder(name, section)
         cache = section.cache or self.data.cache
         folder = Path(cache) if cache is not None else Path(self.output.folder) / "data"
-        with _in_section(name):
+        with in_section(name):
             vocab_size = self.make_config().vocab_size
             return open_sources(corpus_settings(section), vocab_size, folder, say, shown, workers)
 
@@ -314,84 +304,7 @@ class Recipe(Section):
         Raises:
             RecipeError: naming the section and what would be right.
         """
-        with _in_section("model"):
-            config = self.make_config()
-        check_tokens("data", self.data, config.vocab_size)
-        if self.evaluation is not None:
-            check_tokens("evaluation.data", self.evaluation.data, config.vocab_size)
-        if config.sliding_window is not None and self.training.seq_length > config.sliding_window:
-            raise RecipeError(
-                f"training.seq_length: {self.training.seq_length} exceeds the model's sliding_window "
-                f"{config.sliding_window}; attention looks back over the whole document, so seq_length must be "
-                "at most the window"
-            )
-        if self.weights_folder is not None:
-            with _in_section("model.weights"):
-                HfWeights.open(self.weights_folder, config)
-        with _in_section("cluster"):
-            cluster = self.make_cluster()
-        with _in_section("strategy"):
-            strategy = self.make_strategy()
-            strategy.check(config.facts, cluster.ranks)
-            self._check_several(config, cluster)
-        self.make_prepared()
-        sections = {"data": self.data} | (
-            {"evaluation.data": self.evaluation.data} if self.evaluation else {}
-        )
-        in_rows = [name for name, section in sections.items() if section.packing == "rows"]
-        if in_rows:
-            self._check_rows(strategy, in_rows[0])
-
-    def _check_several(self, config: LlamaConfig, cluster: Cluster) -> None:
-        """Strategies that a run switches between have the same ranks, for optimizer states stay where they are."""
-        if self.strategy.several is None:
-            return
-        if self.data.packing != "documents":
-            raise RecipeError(
-                "several strategies are chosen by the lengths of a step's documents, and data.packing rows has none; use "
-                "packing: documents, or one strategy"
-            )
-        named = self.make_strategies()
-        for each in named:
-            try:
-                each.strategy.check(config.facts, cluster.ranks)
-            except HeteroError as error:
-                raise RecipeError(f"strategy {each.name!r}: {error}") from error
-            for what in ("ranks", "zero"):
-                first, own = getattr(named[0].strategy, what), getattr(each.strategy, what)
-                if first != own:
-                    told = [ranges_text(value) if what == "ranks" else value for value in (first, own)]
-                    raise RecipeError(
-                        f"strategies {named[0].name!r} and {each.name!r} have {what} {told[0]} and {told[1]}; optimizer "
-                        f"states stay where they are when the strategy changes, so all need the same {what}"
-                    )
-        longest = max(
-            min(each.max_length or tokens, tokens)
-            for each in named
-            for pipeline in each.strategy.pipelines
-            for tokens in [pipeline.tokens(self.training.seq_length)]
-        )
-        if longest < self.training.seq_length:
-            raise RecipeError(
-                f"no strategy takes a document of training.seq_length {self.training.seq_length} tokens: they hold up to "
-                f"{longest}; raise max_length and max_tokens of one, or lower seq_length"
-            )
-
-    def _check_rows(self, strategy: Strategy, section: str) -> None:
-        """A step's rows, which `section` makes, must find a place, whole."""
-        for number, pipeline in enumerate(strategy.pipelines):
-            rows = pipeline.micro_batch_size * self.training.seq_length
-            if pipeline.tokens(self.training.seq_length) < rows:
-                raise RecipeError(
-                    f"strategy.pipelines[{number}].max_tokens: {pipeline.max_tokens} is less than micro_batch_size "
-                    f"{pipeline.micro_batch_size} x seq_length {self.training.seq_length} = {rows}, and {section}.packing "
-                    "rows makes whole rows; use packing: documents, or leave max_tokens out"
-                )
-        with _in_section("training.global_batch_size"):
-            deal(
-                self.training.global_batch_size,
-                [(p.micro_batches, p.micro_batch_size) for p in strategy.pipelines],
-            )
+        check_recipe(self)
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -437,102 +350,6 @@ def _strategy_section(path: str) -> StrategySection:
         raise RecipeError("; ".join(f"strategy.{sentence}" for sentence in _sentences(error))) from error
 
 
-@contextmanager
-def _in_section(name: str) -> Iterator[None]:
-    """Say in which section a refusal of a lower floor belongs."""
-    try:
-        yield
-    except RecipeError:
-        raise
-    except HeteroError as error:
-        raise RecipeError(f"{name}: {error}") from error
-
-
-def _pipeline(section: PipelineSection) -> Pipeline:
-    stages = tuple(_stage(stage, section.cp) for stage in section.stages or ())
-    return Pipeline(section.micro_batches, section.micro_batch_size, stages, section.max_tokens)
-
-
-def _stage(section: StageSection, cp: int) -> Stage:
-    """A stage; `cp` of its pipeline holds where the stage does not say otherwise."""
-    layers = section.layers[0] if section.layers and len(section.layers) == 1 else section.layers or None
-    cp = section.cp or cp
-    if isinstance(section.tp, tuple):
-        parts = len(section.tp) if cp == 1 else cp
-        return Stage(section.ranks, layers, section.tp, parts, section.recomputes, section.offload)
-    tp = section.tp or max(1, len(section.ranks) // cp)
-    return Stage(section.ranks, layers, tp, cp, section.recomputes, section.offload)
-
-
-def _schedule_tasks(schedule: str) -> tuple[Tasks, ...]:
-    """What the schedule's file says, or nothing where it is a name."""
-    if not schedule.endswith(SCHEDULE_FILE):
-        return ()
-    try:
-        return read_csv(Path(schedule).read_text(encoding="utf-8"), schedule)
-    except OSError as error:
-        raise RecipeError(f"strategy.schedule: {schedule}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"strategy.schedule: {schedule} is not UTF-8 text: byte {error.start} is invalid"
-        ) from error
-    except HeteroError as error:
-        raise RecipeError(f"strategy.schedule: {error}") from error
-
-
-def _homogeneous(section: StrategySection, num_layers: int) -> tuple[Pipeline, ...]:
-    """`dp` equal pipelines of `pp` stages; ranks count through a stage, then through a pipeline.
-
-    With `vp`, the layers are cut into pp * vp parts, which stage by stage and round after round go to the stages.
-    """
-    dp, tp, pp, cp, vp = (size or 1 for size in (section.dp, section.tp, section.pp, section.cp, section.vp))
-    parts = pp * vp
-    if parts > num_layers:
-        told = f"pp: {pp} stages" if vp == 1 else f"vp: {pp} stages of {vp} chunks"
-        needs = "stage" if vp == 1 else "chunk"
-        raise RecipeError(f"strategy.{told} for {num_layers} layers; each {needs} needs a layer")
-    ends = [
-        sum(num_layers // parts + (part < num_layers % parts) for part in range(upto))
-        for upto in range(parts + 1)
-    ]
-    ranges = [(first, end - 1) for first, end in pairwise(ends)]
-    pipelines: list[Pipeline] = []
-    for replica in range(dp):
-        stages = [
-            Stage(tuple(range(first, first + tp * cp)), own[0] if len(own) == 1 else own, tp, cp)
-            for stage in range(pp)
-            for first in [(replica * pp + stage) * tp * cp]
-            for own in [tuple(ranges[stage::pp])]
-        ]
-        pipelines.append(Pipeline(section.micro_batches or 0, section.micro_batch_size or 1, tuple(stages)))
-    return tuple(pipelines)
-
-
-def _with_memory_options(
-    pipelines: tuple[Pipeline, ...], section: StrategySection, num_layers: int
-) -> tuple[Pipeline, ...]:
-    """`recompute` and `offload` of the whole strategy, on every stage as far as it holds the layers."""
-    entries = recomputes(section.recompute or "none")
-    for entry in entries:
-        if entry.layers is not None and entry.layers[1] >= num_layers:
-            raise RecipeError(
-                f"strategy.recompute: {entry.kind} names layer {entry.layers[1]}, "
-                f"but the model has layers 0-{num_layers - 1}"
-            )
-
-    def on(stage: Stage) -> Stage:
-        own = tuple(
-            Recompute(entry.kind, (max(first, lo), min(last, hi)))
-            for entry in entries
-            for lo, hi in [entry.layers or (0, num_layers - 1)]
-            for first, last in stage.chunks
-            if max(first, lo) <= min(last, hi)
-        )
-        return dataclasses.replace(stage, recompute=own, offload=bool(section.offload))
-
-    return tuple(dataclasses.replace(p, stages=tuple(map(on, p.stages))) for p in pipelines)
-
-
 def _homes() -> dict[str, str]:
     """Which section each key belongs to, for keys that stand in the wrong one."""
     sections: dict[str, type[BaseModel]] = {
@@ -549,6 +366,7 @@ def _homes() -> dict[str, str]:
         "logging": LoggingSection,
         "data.sources[]": SourceSection,
         "output": OutputSection,
+        "planning": PlanningSection,
         "elastic": ElasticSection,
         "elastic.faults[]": FaultSection,
         "the top level": Recipe,

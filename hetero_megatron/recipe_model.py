@@ -12,8 +12,8 @@ from hetero_megatron.layers.rope_scaling import RopeScaling
 from hetero_megatron.models.config import WITHOUT_EFFECT, LlamaConfig, differences
 from hetero_megatron.models.hf_config import CONFIG_FILE, config_file, read_hf_config
 from hetero_megatron.models.presets import PRESETS
+from hetero_megatron.recipe_refusals import nearest
 from hetero_megatron.recipe_sections import Section
-from hetero_megatron.recipe_text import nearest
 
 
 def _rope_scaling(value: object) -> RopeScaling | None:

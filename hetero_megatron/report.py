@@ -1,7 +1,8 @@
 """What a run shows: the strategy as a table, Megatron-format log lines, a progress bar, and a summary."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from io import StringIO
 from pathlib import Path
 from types import TracebackType
 
@@ -73,6 +74,14 @@ def strategy_table(strategy: Strategy, colour: Callable[[Stage], str] = lambda s
     return Group(*tables, *idle)
 
 
+def strategy_text(strategy: Strategy) -> str:
+    """The table as text."""
+    console = Console(width=COLUMNS, file=StringIO())
+    with console.capture() as printed:
+        console.print(strategy_table(strategy))
+    return printed.get()
+
+
 def _cell(stage: Stage, first: bool, last: bool) -> str:
     return f"{rank_text(stage.ranks)}\n{layer_text(stage, first, last)}\n{parallel_text(stage)}"
 
@@ -112,8 +121,11 @@ def log_line(
     strategy: str,
     consumed_samples: int | None = None,
     data_wait_seconds: float | None = None,
+    rates: Mapping[int, float] | None = None,
 ) -> str:
-    """One line in Megatron's format, with ` strategy | tokens/s | bubble | data wait ` appended.
+    """One line in Megatron's format, with ` strategy | tokens/s | bubble | data wait | compute ` appended.
+
+    `rates`: FLOP/s of each rank while it computed; of several, the slowest is named.
 
     `global_batch_size` is that of this step; `consumed_samples`, left out, is as many in each step so far.
     """
@@ -136,6 +148,10 @@ def log_line(
     ]
     if data_wait_seconds is not None:
         parts.append(f"data wait (ms): {data_wait_seconds * 1e3:.1f}")
+    if rates:
+        slowest = min(rates, key=lambda rank: rates[rank])
+        most = "" if len(rates) == 1 else f" to {max(rates.values()) / 1e12:.4g}, slowest rank {slowest}"
+        parts.append(f"compute TFLOP/s: {rates[slowest] / 1e12:.4g}{most}")
     note = f"\n  step {result.iteration} made no update: {result.skipped}" if result.skipped else ""
     return " | ".join(parts) + " |" + note
 
@@ -206,11 +222,15 @@ class RunSummary:
         self.skipped = 0
         self.data_wait_seconds = 0.0
         self.seconds = dict.fromkeys((*KINDS, "step"), 0.0)
+        self.turns: dict[str, list[float]] = {}
+        self.switches: list[float] = []
         self._first: int | None = None
         self._last = 0
 
-    def add(self, result: StepResult, data_wait_seconds: float = 0.0) -> None:
-        """Count one step, and how long it waited for its data before it began."""
+    def add(self, result: StepResult, data_wait_seconds: float = 0.0, strategy: str = "") -> None:
+        """Count one step, how long it waited for its data before it began, and by which of several strategies it was."""
+        if strategy:
+            self.turns.setdefault(strategy, []).append(result.seconds["step"])
         if result.skipped:
             self.skipped += 1
         else:
@@ -220,6 +240,10 @@ class RunSummary:
         self.data_wait_seconds += data_wait_seconds
         for kind in self.seconds:
             self.seconds[kind] += result.seconds[kind]
+
+    def switched(self, seconds: float) -> None:
+        """Count one change of strategy."""
+        self.switches.append(seconds)
 
     def evaluated(self, iteration: int, evaluation: Evaluation) -> None:
         """Note what was measured after a step."""
@@ -243,6 +267,8 @@ class RunSummary:
         if self.data_wait_seconds >= 0.05:
             table.add_row("waited for data, this rank", f"{self.data_wait_seconds:.1f} s")
         table.add_row("steps", self._steps())
+        if self.turns:
+            table.add_row("strategies", self._turns())
         console = Console()
         console.print(table)
         # Outside the table, which would cut a long path.
@@ -258,6 +284,16 @@ class RunSummary:
         if best.loss < last.loss:
             text += f"\n{best.loss:.4f} at best, after step {best_iteration}"
         return text
+
+    def _turns(self) -> str:
+        """How many steps each strategy made, and what the switches took."""
+        lines = [
+            f"{name}: {len(took)} steps, {sum(took) / len(took):.3f} s each"
+            for name, took in self.turns.items()
+        ]
+        whole = self.seconds["step"] + sum(self.switches)
+        share = f", {100 * sum(self.switches) / whole:.1f}% of the time" if self.switches else ""
+        return "\n".join([*lines, f"{len(self.switches)} switches in {sum(self.switches):.3f} s{share}"])
 
     def _steps(self) -> str:
         # A run that began anew says only how many steps it made.

@@ -121,13 +121,8 @@ class HfWeights:
             )
 
 
-def hf_initial(folder: str | Path, config: LlamaConfig) -> Callable[[ParameterSlot], Tensor]:
-    """What a Session starts from: this rank's part of the weights in `folder`, in FP32.
-
-    Raises:
-        ModelError: as `HfWeights.open`.
-    """
-    weights = HfWeights.open(folder, config)
+def hf_initial(weights: HfWeights) -> Callable[[ParameterSlot], Tensor]:
+    """What a Session starts from: this rank's part of the weights, in FP32."""
     return lambda slot: weights.read(slot.name, slot.bounds).float()
 
 

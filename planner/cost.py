@@ -63,6 +63,19 @@ class Costs(StageCosts):
         self.seq_length, self.bucket_elements = seq_length, bucket_elements
         self._footprint = Footprint(config, cluster, seq_length, precision, sequence_parallel, profiles)
 
+    def on(self, cluster: Cluster) -> "Costs":
+        """The same model and settings on other devices."""
+        return Costs(
+            self.config,
+            cluster,
+            self.profiles,
+            self.seq_length,
+            self.precision,
+            self.sequence_parallel,
+            self.context_parallel,
+            self.bucket_elements,
+        )
+
     def segments(self, strategy: Strategy) -> tuple[Segment, ...]:
         """Runs of layers that the same stages hold, with the seconds of their gradients and parameters."""
         return segments_of(strategy, self.cluster, self.work, self.profiles, self.item, self.bucket_elements)
@@ -76,7 +89,7 @@ class Costs(StageCosts):
         return tuple(
             tuple(
                 max(
-                    self._update(kind, elements)
+                    self.update_seconds(kind, elements)
                     for part, elements in zip(self.shape(stage).parts, per_part, strict=True)
                     for kind in part.kinds
                 )
@@ -87,7 +100,8 @@ class Costs(StageCosts):
             )
         )
 
-    def _update(self, kind: str, elements: float) -> float:
+    def update_seconds(self, kind: str, elements: float) -> float:
+        """Seconds of the optimizer for so many elements of one rank."""
         measured = self.profiles.update_seconds(kind, self.precision, elements)
         return self.work.update_seconds(self._kinds[kind], elements) if measured is None else measured
 

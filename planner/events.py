@@ -22,7 +22,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """Something that a whole stage does or waits for; `what` is compute, receive, reduce, gather, agree or update."""
+    """Something that a whole stage does or waits for; `what` is compute, send, receive, reduce, gather, agree or update."""
 
     place: Place
     what: str
@@ -101,11 +101,11 @@ class PipelineRun:
                 self._waiting[key] = stage
                 return
             began, arrived = self._arrived.pop(key)
-            if arrived > now:
-                self.spans.append(
-                    StageSpan((self._number, stage), "receive", str(key[1]), max(now, began), arrived)
-                )
-                start = arrived
+            start = max(now, arrived)
+            # What has arrived before is there too, for no time: a trace has every action.
+            self.spans.append(
+                StageSpan((self._number, stage), "receive", str(key[1]), min(start, max(now, began)), start)
+            )
         if stage in self._late:
             start = max(start, self._late.pop(stage))
         took = self._seconds(stage, step)
@@ -120,6 +120,9 @@ class PipelineRun:
         self._posted[stage, item] = now
         peer = self._boundaries.peer(stage, item)
         assert peer is not None, f"{item} of stage {stage} has a peer: the schedule was checked"
+        if item.is_send:
+            # It goes on behind what follows.
+            self.spans.append(StageSpan((self._number, stage), "send", str(item), now, now))
         if peer in self._posted:
             receiver = peer if item.is_send else (stage, item)
             self._push(now, receiver[0], receiver)

@@ -3,27 +3,26 @@
 The space: every lane of blocks in every order, every split of layers, every number of micro-batches, each ZeRO choice,
 and for every lane that does not fit otherwise, one kind of recomputation for as few layers as memory asks for.
 
-Bounds: a pipeline takes at least its micro-batches times its slowest stage; a step at least its slowest pipeline with
-neighbours as near as they can be, and the update of its fullest rank. Everything that is below the best step so far
-gets ranks, in every way that differs, and is timed by the cost model.
+Bounds: of a lane by itself, `exact_lanes`; of a set of lanes, by dynamic programming how many micro-batches the devices
+that are left can take in time; of a whole strategy, its step if all devices of a kind were in one node. Everything that is
+below the best step so far gets ranks, in every way that differs, and is timed by the cost model.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations, pairwise, product
+from functools import cache
+from itertools import pairwise, product
 from math import inf
 
 from hetero_megatron.planner.cost import Costs
-from hetero_megatron.planner.lanes import Blocks, Lane, Lanes, Setting
-from hetero_megatron.planner.level_two import PipelineLoad
+from hetero_megatron.planner.exact_lanes import LaneSplits, Split, near_cluster
+from hetero_megatron.planner.lanes import Blocks, Setting
 from hetero_megatron.planner.prices import Prices
 from hetero_megatron.planner.problem import Block, Problem
 from hetero_megatron.planner.realize import Priced, price, strategy_of
 from hetero_megatron.planner.sketch import Draft, Sketch
 
 DEVICES, KINDS, LAYERS, BATCH = 8, 2, 12, 32
-MOST_TIMED = 8000
+MOST_TIMED = 30000
 """Strategies that are timed before the search gives up on a proof."""
 WON = 1e-9
 """A step is shorter if it is shorter by more than this share."""
@@ -42,171 +41,174 @@ def is_small(problem: Problem) -> bool:
 def exact(problem: Problem, costs: Costs, start: Priced | None) -> tuple[Priced | None, bool]:
     """The best strategy, and whether that is proven; `start` is one that fits, if one is known."""
     search = _Search(problem, costs, start)
-    for rows in problem.rows:
-        search.run(rows)
+    for setting, cp in search.settings():
+        search.run(setting, cp)
     return search.best, search.timed < MOST_TIMED
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """A lane with one split of its layers."""
-
-    lane: Lane
-    seconds: float
 
 
 class _Search:
     def __init__(self, problem: Problem, costs: Costs, start: Priced | None) -> None:
         self.problem, self.costs, self.best, self.timed = problem, costs, start, 0
-        self.prices = Prices(problem, costs)
-        self.lanes = Lanes(self.prices, quick=False)
-        self._splits: dict[tuple[Blocks, Setting, int], list[_Split]] = {}
+        self.splits = LaneSplits(Prices(problem, costs))
+        near = near_cluster(problem.cluster)
+        self.near = None if near is None else costs.on(near)
+        self.kinds = tuple(problem.supply.count)
+        self.ranks = {
+            kind: tuple(device.rank for device in problem.cluster.devices if device.kind == kind)
+            for kind in self.kinds
+        }
+        self.holds = cache(problem.supply.holds)
+        self._lanes: dict[int, tuple[Blocks, ...]] = {}
 
     @property
     def limit(self) -> float:
         return inf if self.best is None else self.best.seconds * (1 - WON)
 
-    def _takes(self, slowest: float) -> int:
-        """Most micro-batches within the limit."""
-        most = self.problem.global_batch_size
-        return most if self.limit == inf else min(most, int(self.limit / slowest))
+    def settings(self) -> list[tuple[Setting, int]]:
+        """What all lanes of a plan share, and their context-parallel size; first those of the best plan so far."""
+        problem, found = self.problem, {}
+        for rows, cp, zero in product(problem.rows, problem.parts, problem.choices.zero):
+            most = min(problem.global_batch_size // rows, len(problem.cluster.devices) // cp)
+            for count in problem.choices.pipelines or range(1, most + 1):
+                cut = zero if count * cp > 1 else 0
+                for whole in (False, True) if cut else (False,):
+                    if count <= most:
+                        found[Setting(rows, count * cp, cut, whole), cp] = None
+        best = self.best.strategy.pipelines if self.best else ()
+        alike = (best[0].micro_batch_size, len(best)) if best else None
+        return sorted(found, key=lambda each: (each[0].rows, each[0].replicas // each[1]) != alike)
 
-    def run(self, rows: int) -> None:
-        total = self.problem.global_batch_size // rows
-        lanes = [(blocks, self._fastest(blocks, rows)) for blocks in self._all_lanes()]
-        lanes.sort(key=lambda each: (-1 / each[1] / sum(b.ranks for b in each[0]), each[0]))
-        for chosen in self._groups(lanes, total, [], 0, rows):
+    def run(self, setting: Setting, cp: int) -> None:
+        """Everything under one setting."""
+        total, count = self.problem.global_batch_size // setting.rows, setting.replicas // cp
+        within: list[tuple[Blocks, list[list[Split]]]] = []
+        for blocks in self._all_lanes(cp):
+            if setting.whole and any(block.tp > 1 for block in blocks):
+                continue
+            own: list[list[Split]] = []
+            # More micro-batches take longer and need no less memory.
+            while len(own) <= total - count and (
+                found := self.splits.within(blocks, setting, len(own) + 1, self.limit)
+            ):
+                own.append(found)
+            if own:
+                within.append((blocks, own))
+        # The fastest first, so that the limit falls early.
+        within.sort(key=lambda each: (-len(each[1]), each[1][-1][0].seconds, each[0]))
+        for chosen in _Sets(self, [(blocks, len(own)) for blocks, own in within], count, total).all():
             if self.timed >= MOST_TIMED:
                 return
-            self._settle(chosen, rows, total)
+            options = [
+                [split for split in within[n][1][m - 1] if split.seconds < self.limit] for n, m in chosen
+            ]
+            for splits in product(*options):
+                if any(
+                    a == b and x > y
+                    for (a, x), (b, y) in pairwise(zip(chosen, map(_key, splits), strict=True))
+                ):
+                    continue  # equal lanes with equal counts stand in one order
+                if max(split.seconds for split in splits) < self.limit:
+                    self._time(splits, [m for _, m in chosen], setting)
 
-    def _all_lanes(self) -> Iterator[Blocks]:
+    def _all_lanes(self, cp: int) -> tuple[Blocks, ...]:
         """Every sequence of blocks of one context-parallel size that there are devices for."""
-        for cp in self.problem.parts:
+        if cp not in self._lanes:
             options = [block for own in self.problem.blocks.values() for block in own if block.cp == cp]
-            yield from self._longer((), options)
+            self._lanes[cp] = tuple(self._longer((), options))
+        return self._lanes[cp]
 
     def _longer(self, lane: Blocks, options: Sequence[Block]) -> Iterator[Blocks]:
         for block in options:
             found = (*lane, block)
-            if len(found) <= self.problem.config.num_layers and self.problem.supply.holds(found):
+            if len(found) <= self.problem.config.num_layers and self.holds(tuple(sorted(found))):
                 yield found
                 yield from self._longer(found, options)
 
-    def _fastest(self, blocks: Blocks, rows: int) -> float:
-        """The least that the slowest stage can take if memory had no limits: whole layers, ends included."""
-        total = self.problem.config.num_layers
-        each = [self.prices.layer(block, rows).total for block in blocks]
-        extra = [0.0] * len(blocks)
-        extra[0] += self.prices.end(blocks[0], rows, False).total
-        extra[-1] += self.prices.end(blocks[-1], rows, True).total
-        values = sorted({extra[s] + each[s] * n for s in range(len(blocks)) for n in range(1, total + 1)})
-        for value in values:
-            rooms = [int((value - extra[s]) / each[s] + 1e-9) for s in range(len(blocks))]
-            if min(rooms) >= 1 and sum(rooms) >= total:
-                return value
-        return values[-1]
-
-    def _groups(
-        self, lanes: Sequence[tuple[Blocks, float]], left: int, chosen: list[Blocks], start: int, rows: int
-    ) -> Iterator[list[Blocks]]:
-        """Every multiset of lanes that there are devices for and that could take all micro-batches in time."""
-        if chosen and left <= 0:
-            yield list(chosen)
-        allowed = self.problem.choices.pipelines
-        if allowed and len(chosen) >= max(allowed):
-            return
-        for n in range(start, len(lanes)):
-            blocks, slowest = lanes[n]
-            takes = self._takes(slowest)
-            if takes < 1 or len(chosen) >= self.problem.global_batch_size:
-                continue
-            if not self.problem.supply.holds([b for lane in (*chosen, blocks) for b in lane]):
-                continue
-            if left > takes and not self._could(left - takes, [*chosen, blocks], rows):
-                continue
-            yield from self._groups(lanes, left - takes, [*chosen, blocks], n, rows)
-
-    def _could(self, left: int, chosen: list[Blocks], rows: int) -> bool:
-        """Whether the devices that are left could take so many micro-batches within the limit at all."""
-        used = Counter(block.kind for lane in chosen for block in lane for _ in range(block.ranks))
-        speed = 0.0
-        for kind, own in self.problem.blocks.items():
-            if own:
-                best = max(1 / self.prices.layer(b, rows).total / b.ranks for b in own)
-                speed += (self.problem.supply.count[kind] - used[kind]) * best
-        return speed * self.limit / self.problem.config.num_layers >= left * (1 - 1e-9)
-
-    def _settle(self, chosen: list[Blocks], rows: int, total: int) -> None:
-        """Every number of micro-batches and every split of layers of these lanes that is below the best step."""
-        allowed = self.problem.choices.pipelines
-        if allowed and len(chosen) not in allowed:
-            return
-        most = [self._takes(self._fastest(blocks, rows)) for blocks in chosen]
-        for counts in _shares(total, most):
-            if any(a == b and m < n for (a, m), (b, n) in pairwise(zip(chosen, counts, strict=True))):
-                continue  # equal lanes: the first takes most
-            for zero in self.problem.choices.zero:
-                if zero and 0 in self.problem.choices.zero and len(chosen) * chosen[0][0].cp == 1:
-                    continue
-                setting = Sketch(tuple(chosen), rows, zero).setting
-                options = [
-                    self._within(blocks, setting, count) for blocks, count in zip(chosen, counts, strict=True)
-                ]
-                for splits in product(*options):
-                    if max(split.seconds for split in splits) < self.limit:
-                        self._time(splits, counts, rows, zero)
-                        if self.timed >= MOST_TIMED:
-                            return
-
-    def _within(self, blocks: Blocks, setting: Setting, count: int) -> list[_Split]:
-        key = (blocks, setting, count)
-        if key not in self._splits:
-            found = list(self._every_split(blocks, setting, count))
-            self._splits[key] = sorted(found, key=lambda each: (each.seconds, each.lane.layers))
-        return [split for split in self._splits[key] if split.seconds < self.limit]
-
-    def _every_split(self, blocks: Blocks, setting: Setting, count: int) -> Iterator[_Split]:
-        total, depth = self.problem.config.num_layers, len(blocks)
-        kinds = ("none", *self.problem.choices.recompute)
-        loads = {kind: self.lanes.loads(blocks, setting, count, kind) for kind in kinds}
-        for cuts in combinations(range(1, total), depth - 1):
-            layers = tuple(b - a for a, b in pairwise((0, *cuts, total)))
-            for kind in kinds:
-                if any(n > load.most(total) for n, load in zip(layers, loads[kind], strict=True)):
-                    continue
-                again = tuple(load.recomputed(n) for n, load in zip(layers, loads[kind], strict=True))
-                slowest = max(load.seconds(n) for n, load in zip(layers, loads[kind], strict=True))
-                if count * slowest < self.limit:
-                    stages = self.lanes.stage_seconds(blocks, setting.rows, layers, again, kind)
-                    seconds = self.lanes.pipeline_seconds(blocks, setting.rows, stages, count)
-                    if seconds < self.limit:
-                        load = PipelineLoad(seconds, slowest)
-                        yield _Split(Lane(blocks, setting.rows, layers, kind, again, load), seconds)
-                if not any(again):
-                    break  # whatever the kind, nothing is recomputed
-
-    def _time(self, splits: Sequence[_Split], counts: Sequence[int], rows: int, zero: int) -> None:
+    def _time(self, splits: Sequence[Split], counts: Sequence[int], setting: Setting) -> None:
         lanes = tuple(split.lane for split in splits)
-        sketch = Sketch(tuple(lane.blocks for lane in lanes), rows, zero)
+        sketch = Sketch(tuple(lane.blocks for lane in lanes), setting.rows, setting.zero)
+        if sketch.setting != setting:
+            return  # no lane has tensor parallelism: another setting's
         draft = Draft(sketch, lanes, tuple(counts), 0.0, 0.0)
+        self.timed += 1
+        if self.near is not None and self._near_seconds(draft) >= self.limit:
+            return
         for ranks in every_place(self.problem, sketch.lanes):
-            strategy = strategy_of(draft, ranks, self.problem.cluster, zero)
+            strategy = strategy_of(draft, ranks, self.problem.cluster, setting.zero)
             self.timed += 1
             found = price(strategy, self.problem.cluster, self.costs)
             if found is not None and found.seconds < self.limit:
                 self.best = found
 
+    def _near_seconds(self, draft: Draft) -> float:
+        """A step if all devices of a kind were in one node."""
+        assert self.near is not None
+        used = dict.fromkeys(self.kinds, 0)
+        ranks = {}
+        for p, lane in enumerate(draft.lanes):
+            for s, block in enumerate(lane.blocks):
+                first = used[block.kind]
+                used[block.kind] += block.ranks
+                ranks[p, s] = self.ranks[block.kind][first : first + block.ranks]
+        return self.near.step(strategy_of(draft, ranks, self.near.cluster, draft.sketch.zero)).seconds
 
-def _shares(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to give 1 or more to each, at most so many, together `total`."""
-    if len(most) == 1:
-        if 1 <= total <= most[0]:
-            yield (total,)
-        return
-    for first in range(min(most[0], total - len(most) + 1), 0, -1):
-        for rest in _shares(total - first, most[1:]):
-            yield (first, *rest)
+
+def _key(split: Split) -> tuple[str, tuple[int, ...]]:
+    return split.lane.recompute, split.lane.layers
+
+
+class _Sets:
+    """Sets of so many lanes that take all micro-batches in time, each lane with a number of them."""
+
+    def __init__(self, search: _Search, lanes: Sequence[tuple[Blocks, int]], count: int, total: int) -> None:
+        """`lanes`: each with the most micro-batches that it takes."""
+        self.search, self.lanes, self.count, self.total = search, lanes, count, total
+        self.sizes = [
+            tuple(sum(block.ranks for block in blocks if block.kind == kind) for kind in search.kinds)
+            for blocks, _ in lanes
+        ]
+        self.best: dict[tuple[int, ...], int] = {}
+        for size, (_, most) in zip(self.sizes, lanes, strict=True):
+            self.best[size] = max(most, self.best.get(size, 0))
+        self.most = cache(self._most)
+
+    def all(self) -> Iterator[tuple[tuple[int, int], ...]]:
+        """(number of the lane, micro-batches) of each lane, ascending."""
+        free = tuple(self.search.problem.supply.count[kind] for kind in self.search.kinds)
+        yield from self._more((), free, (), self.total)
+
+    def _more(
+        self, chosen: tuple[tuple[int, int], ...], free: tuple[int, ...], blocks: Blocks, left: int
+    ) -> Iterator[tuple[tuple[int, int], ...]]:
+        more = self.count - len(chosen) - 1
+        if more < 0:
+            if not left:
+                yield chosen
+            return
+        for n in range(chosen[-1][0] if chosen else 0, len(self.lanes)):
+            own, most = self.lanes[n]
+            after = tuple(a - b for a, b in zip(free, self.sizes[n], strict=True))
+            if min(after) < 0 or most + self.most(more, after) < left:
+                continue
+            together = tuple(sorted((*blocks, *own)))
+            if not self.search.holds(together):
+                continue
+            for m in range(min(most, left - more), 0, -1):
+                if self.most(more, after) < left - m:
+                    break
+                if not chosen or (n, -m) >= (chosen[-1][0], -chosen[-1][1]):
+                    yield from self._more((*chosen, (n, m)), after, together, left - m)
+
+    def _most(self, count: int, free: tuple[int, ...]) -> float:
+        """Most micro-batches that so many lanes take on so many devices of each kind, nodes left aside."""
+        if not count:
+            return 0
+        found = -inf
+        for size, most in self.best.items():
+            after = tuple(a - b for a, b in zip(free, size, strict=True))
+            if min(after) >= 0:
+                found = max(found, most + self.most(count - 1, after))
+        return found
 
 
 def every_place(

@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import lcm
 
 from hetero_megatron.activations import BOOL, FETCHED_AHEAD, FP32, INT64, SMALLEST_OFFLOADED
-from hetero_megatron.cluster import Cluster
+from hetero_megatron.cluster import Cluster, model_of
 from hetero_megatron.memory import SENDING_PER_STAGE, most_in_flight
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.pipeline.action import Action, Batch, Step
@@ -102,7 +102,7 @@ class Footprint:
                     shares = pipeline.token_shares
                     kind = self.cluster.kind(ranks[0]).name
                     tokens = self._tokens(pipeline, shares, part, strategy)
-                    local = Local(tokens, len(ranks), kind == "cpu", kind)
+                    local = Local(tokens, len(ranks), model_of(kind) == "cpu", kind)
                     key = (
                         local,
                         stage.chunks,

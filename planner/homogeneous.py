@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from hetero_megatron.cluster import Cluster, DeviceKind
+from hetero_megatron.cluster import Cluster, DeviceKind, model_of
 from hetero_megatron.planner.cost import Costs
 from hetero_megatron.planner.footprint import Local
 from hetero_megatron.planner.problem import Problem
@@ -66,7 +66,7 @@ def _may_fit(
     stages = [kept, *(replace(kept, recompute=(Recompute(each),)) for each in problem.choices.recompute)]
     cut = dp * cp if max(problem.choices.zero) else 1
     for kind in kinds:
-        local = Local(rows * problem.seq_length // cp, tp, kind.name == "cpu", kind.name)
+        local = Local(rows * problem.seq_length // cp, tp, model_of(kind.name) == "cpu", kind.name)
         needs = [
             costs.footprint.stage(stage, local, cut, False, False, whole)
             for stage in stages

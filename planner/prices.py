@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
-from hetero_megatron.cluster import Link
+from hetero_megatron.cluster import Link, model_of
 from hetero_megatron.planner.cost import Costs
 from hetero_megatron.planner.footprint import Local
 from hetero_megatron.planner.level_two import StageLoad
@@ -213,7 +213,7 @@ class Prices:
         block = where.block
         share = -(-where.rows * self.problem.seq_length // block.cp)
         multiple = where.multiple if self.costs.sequence_parallel else 1
-        local = Local(-(-share // multiple) * multiple, block.tp, block.kind == "cpu", block.kind)
+        local = Local(-(-share // multiple) * multiple, block.tp, model_of(block.kind) == "cpu", block.kind)
         entries = (Recompute(recompute, (kept, kept + again - 1)),) if again else ()
         stage = Stage((0,) * block.tp, (0, kept + again - 1), recompute=entries)
         return self.costs.footprint.stage(stage, local, cut, where.first, where.last, whole)

@@ -6,13 +6,13 @@ kind and degree by degree; what is missing beside a measurement is scaled from t
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from hetero_megatron.cluster import Link
+from hetero_megatron.cluster import Link, model_of
 from hetero_megatron.errors import PlannerError
 from hetero_megatron.planner.curves import Curve, Point, fit, positive
 from hetero_megatron.planner.rates import bytes_per_second
@@ -212,6 +212,29 @@ class Profiles:
         for each in self.kept:
             found.setdefault((each.kind, each.precision, each.unit, each.tp), []).append(each)
         return found
+
+    def slowed(self, speeds: Mapping[str, float]) -> "Profiles":
+        """With what devices of these kinds (`h20 at 0.5`) would have measured, at so many times the speed of their model."""
+
+        def more(entries: tuple[Any, ...], timed: bool) -> tuple[Any, ...]:
+            return entries + tuple(
+                replace(each, kind=kind, **({"seconds": each.seconds / speed} if timed else {}))
+                for kind, speed in speeds.items()
+                for each in entries
+                if each.kind == model_of(kind)
+            )
+
+        def known(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {**values, **{kind: values[model_of(kind)] for kind in speeds if model_of(kind) in values}}
+
+        return replace(
+            self,
+            measurements=more(self.measurements, True),
+            updates=more(self.updates, True),
+            kept=more(self.kept, False),
+            reserved_bytes=known(self.reserved_bytes),
+            fixed_seconds=known(self.fixed_seconds),
+        )
 
     def to_json(self) -> str:
         """The profile as text; `from_json` reads it back."""

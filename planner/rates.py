@@ -1,7 +1,7 @@
 """What share of its peak a device sustains in training, by tensor-parallel degree, and links likewise (paper §7.1).
 
-Nominal FLOP/s give wrong plans on mixed clusters: paper Table 9 gives an H800 3.45 times the layers of an H20 at TP4,
-where the peaks are 6.7 apart. The shares of H800 and H20 are inferred from the paper's tables, not measured: see
+Nominal FLOP/s give wrong plans on mixed clusters: paper Table 9 gives an H800 about 3.3 times the layers of an H20 at
+TP4, where the peaks are 6.7 apart. The shares of H800 and H20 are inferred from the paper's tables, not measured: see
 `SUSTAINED`. All shares are of whole training steps' layers, so the collectives inside one node are part of them.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from hetero_megatron.cluster import DeviceKind, Link
+from hetero_megatron.cluster import DeviceKind, Link, model_of
 
 DIRECTIONS = 2
 """Links between devices of one node count both directions together; a message takes one."""
@@ -27,16 +27,19 @@ class Sustained:
         return self.shares[max((each for each in self.shares if each <= tp), default=min(self.shares))]
 
 
-_H20 = 113 / 148
-"""An H20 at TP4: Table 9's plan of 16 + 32 takes 6.05 s when H20 sustains 113 TFLOP/s and H800 391."""
+_H20 = 115e12 / 148e12
+"""An H20 at TP4, from both step times that the paper prints: with it 6.05 s (Table 9, 16 + 32) is predicted 3.6% too long
+and 6.91 s (C4) 3.6% too short."""
 
 
-def _h800(speed_ratio: float) -> float:
-    return _H20 * 148 * speed_ratio / 990
+def _h800(speed: float) -> float:
+    return _H20 * 148e12 * speed / 990e12
 
 
-# Speed ratios H800 / H20 where the paper's layer splits balance: TP1 and TP2 from C6's odd stages (13 layers on 2 H800
-# and 7 on 1 beside H20), TP4 from Table 9's 38 : 11, TP8 from 46 : 17, 29 : 11 and 25 : 10. H20 is taken as constant.
+# Speeds in units of an H20 at TP4, embedding and head counted, so that level 2 gives the paper's layers back.
+# TP4: with 3.25 to 3.4 all three 32B splits of Table 9 come out to the layer (7 7 23 23, 6 6 6 21 21, 11 11 38); the
+# middle. TP8: Table 9's 70B splits. TP2 and TP1 of H800: C6's odd stages (13 layers on two and 7 with the head on one
+# beside 22 on four). H20: C2's odd stages (8 layers on two and 4 with the head on one beside 16 on four).
 _A100 = Sustained(
     {1: 0.74, 2: 0.74, 4: 0.66, 8: 0.56, 16: 0.38},
     "Hydraulis' fits of a 32B Llama on A800: 0.852, 0.956, 1.131, 1.64 GPU-ms per token at TP2, 4, 8, 16 "
@@ -52,9 +55,9 @@ _H100 = Sustained(
 )
 SUSTAINED: Mapping[str, Sustained] = MappingProxyType(
     {
-        "h20": Sustained({1: _H20}, "inferred from paper Table 9 (6.05 s), see above"),
+        "h20": Sustained({1: 1.15 * _H20, 2: _H20}, "inferred from paper Tables 9, 11 and 12, see above"),
         "h800": Sustained(
-            {1: _h800(4.4), 2: _h800(4.1), 4: _h800(38 / 11), 8: _h800(2.6)},
+            {1: _h800(4.6), 2: _h800(3.95), 4: _h800(10 / 3), 8: _h800(2.6)},
             "inferred from the layer splits of paper Tables 9 and 12, see above",
         ),
         "h100": _H100,
@@ -90,7 +93,7 @@ LINK_SHARES: Mapping[str, float] = MappingProxyType(
 
 def sustained_flops(kind: DeviceKind, tp: int) -> float:
     """FLOP/s of one device of `kind` in a tensor-parallel group of `tp`; 30% of the peak for a kind without an entry."""
-    entry = SUSTAINED.get(kind.name)
+    entry = SUSTAINED.get(model_of(kind.name))
     return kind.flops * (entry.share(tp) if entry else 0.3)
 
 

@@ -14,7 +14,8 @@ def bubble(priced: Priced) -> float:
         for stage, own in zip(pipeline.stages, seconds, strict=True):
             busy += len(stage.ranks) * own
             whole += len(stage.ranks) * max(estimate.pipeline_seconds)
-    return 1 - busy / whole if whole else 0.0
+    # Where nobody waits, rounding must not leave a bubble of less than nothing.
+    return max(0.0, 1 - busy / whole) if whole else 0.0
 
 
 def work(priced: Priced) -> float:

@@ -67,10 +67,12 @@ def replan(
     joined: Sequence[Device] = (),
     running: Strategy | None = None,
     horizon_seconds: float = HORIZON_SECONDS,
+    copied: Iterable[int] = (),
 ) -> Replan:
     """The plan to go on with; the global batch stays.
 
-    `running` is the strategy that runs, the plan's own unless given.
+    `running` is the strategy that runs, the plan's own unless given; `copied` are lost ranks whose data comes from
+    somewhere else, such as a checkpoint.
 
     Raises:
         PlannerError: the weights of some layer have no survivor, or nothing fits what is left.
@@ -79,7 +81,7 @@ def replan(
     began = time.perf_counter()
     gone = tuple(sorted(set(lost)))
     before, layers = running or plan.strategy, plan.problem.config.num_layers
-    orphans = lost_layers(before, layers, gone)
+    orphans = lost_layers(before, layers, set(gone) - set(copied))
     if orphans:
         raise PlannerError(
             f"after losing ranks {ranges_text(gone)}, no survivor has layers {ranges_text(orphans)}: start from a "
@@ -149,15 +151,7 @@ def _kept(plan: Plan, problem: Problem, grown: bool) -> tuple[Drafts, Costs]:
     """Drafts for the new devices that know all that the old ones knew of blocks and lanes."""
     costs = plan.costs
     if grown:
-        costs = Costs(
-            problem.config,
-            problem.cluster,
-            costs.profiles,
-            costs.seq_length,
-            costs.precision,
-            costs.sequence_parallel,
-            costs.context_parallel,
-        )
+        costs = costs.on(problem.cluster)
     prices = Prices(problem, costs)
     prices.learn(plan.drafts.prices)
     drafts = Drafts(prices)

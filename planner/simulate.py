@@ -13,7 +13,7 @@ from hetero_megatron.planner.cost import Costs, Lengths
 from hetero_megatron.planner.events import PipelineRun, Place, StageSpan
 from hetero_megatron.planner.segments import Sync, finish, reductions
 from hetero_megatron.program import Program
-from hetero_megatron.trace_file import TraceCounter, TraceSpan
+from hetero_megatron.trace_file import LANES, TraceCounter, TraceSpan, rank_title
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,10 @@ class Simulation:
 
     def trace_spans(self) -> tuple[TraceSpan, ...]:
         """The spans of every rank, for `trace_file`."""
-        lanes = {"compute": "compute", "update": "compute"}
         return tuple(
             TraceSpan(
                 rank,
-                lanes.get(span.what, "communication"),
+                LANES.get(_category(span), "communication"),
                 span.name,
                 _category(span),
                 span.start,
@@ -92,10 +91,7 @@ class Simulation:
 
     def trace_names(self) -> dict[int, str]:
         """What each rank is called in a trace."""
-        return {
-            each.rank: f"rank {each.rank}: {each.kind}, pipeline {each.pipeline} stage {each.stage}"
-            for each in self.ranks
-        }
+        return {each.rank: rank_title(each.rank, each.kind, each.pipeline, each.stage) for each in self.ranks}
 
 
 def _category(span: StageSpan) -> str:
@@ -173,7 +169,7 @@ def _report(
             covered[span.place].append((span.start, span.end))
         else:
             other[span.place].append((span.start, span.end))
-    comm = {place: _uncovered(other[place], covered[place]) for place in places}
+    comm = {place: uncovered(other[place], covered[place]) for place in places}
     parts = costs.memory_parts(strategy)
     ranks, memory = [], {}
     for place, own in places.items():
@@ -197,7 +193,7 @@ def _report(
     )
 
 
-def _uncovered(spans: list[tuple[float, float]], covered: list[tuple[float, float]]) -> float:
+def uncovered(spans: Sequence[tuple[float, float]], covered: Sequence[tuple[float, float]]) -> float:
     """Length of the union of `spans` that no span of `covered` overlaps."""
     edges = [(at, 0, step) for start, end in spans for at, step in ((start, 1), (end, -1))]
     edges += [(at, 1, step) for start, end in covered for at, step in ((start, 1), (end, -1))]

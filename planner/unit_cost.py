@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import log2
 
-from hetero_megatron.cluster import Cluster, DeviceKind, Link
+from hetero_megatron.cluster import Cluster, DeviceKind, Link, model_of
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.planner.curves import Curve
 from hetero_megatron.planner.profiles import Operation, Phase, Profiles, Unit
@@ -194,7 +194,9 @@ class UnitCosts:
         received = tokens * (1 - share) * 2 * config.kv_size / tp * self.item
         once = self.profiles.transfer_seconds(link, "p2p", 2, received)
         hidden = [
-            0.0 if kind == "cpu" else self.curve(kind, tp, cp, "layer", phase)[0].per_pair * pairs * share
+            0.0
+            if model_of(kind) == "cpu"
+            else self.curve(kind, tp, cp, "layer", phase)[0].per_pair * pairs * share
             for phase in ("forward", "backward")
         ]
         return Seconds(max(0.0, once - hidden[0]), max(0.0, 2 * once - hidden[1]))

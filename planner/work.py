@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hetero_megatron.cluster import DeviceKind
+from hetero_megatron.cluster import DeviceKind, model_of
 from hetero_megatron.device_specs import spec_of
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.planner.curves import Curve
@@ -50,7 +50,7 @@ class Work:
     def curve(self, kind: DeviceKind, precision: str, tp: int, unit: Unit, phase: Phase) -> Curve:
         """Analytic seconds of one rank of a tensor-parallel group of `tp`; collectives of one node are in the rates."""
         rate, item = sustained_flops(kind, tp) * tp, ITEM[precision]
-        if precision == "fp32" and kind.name != "cpu":
+        if precision == "fp32" and model_of(kind.name) != "cpu":
             rate /= 2
         memory = memory_rate(kind)
         passes = 1.0 if phase == "forward" else 2.0
@@ -81,5 +81,8 @@ class Work:
 
 def memory_rate(kind: DeviceKind) -> float:
     """Bytes per second of an operator that only moves data; 5 bytes per 1000 FLOPs of an unlisted kind."""
-    spec = spec_of(kind.name)
-    return MEMORY_SHARE * (spec.memory_gb_per_s * 1e9 if spec else kind.flops * 5e-3)
+    spec = spec_of(model_of(kind.name))
+    # A device that was found to be slower is slower at everything.
+    return MEMORY_SHARE * (
+        spec.memory_gb_per_s * 1e9 * kind.flops / spec.flops if spec else kind.flops * 5e-3
+    )

@@ -11,7 +11,8 @@ from hetero_megatron.errors import RecipeError
 from hetero_megatron.models.presets import PRESETS
 from hetero_megatron.pipeline.schedule import gpipe
 from hetero_megatron.recipe import Recipe, load_recipe
-from hetero_megatron.recipe_text import layer_ranges, nearest, number_list
+from hetero_megatron.recipe_refusals import nearest
+from hetero_megatron.recipe_text import layer_ranges, number_list
 from hetero_megatron.strategy import Pipeline, Recompute, Stage
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -159,6 +160,7 @@ def test_the_json_schema_admits_shorthands_and_names_every_section() -> None:
         "logging",
         "elastic",
         "output",
+        "planning",
     }
     assert "string" in json.dumps(schema["properties"]["model"])
     assert "train_iters" in schema["$defs"]["TrainingSection"]["properties"]
@@ -204,7 +206,7 @@ def test_the_nearest_name_looks_at_letters_and_parts() -> None:
         (
             "extras.a=1",
             "FILE: extras: unknown key; known here: checkpoint, cluster, data, elastic, evaluation, kernels, "
-            "logging, model, output, strategy, training",
+            "logging, model, output, planning, strategy, training",
         ),
         (
             "training.micro_batch_size=1",

@@ -7,19 +7,13 @@ from typing import Annotated
 
 import typer
 
+from hetero_megatron.cli.options import AsJson, Overrides, RecipeFile, Settings, recipe_of
 from hetero_megatron.errors import RecipeError
 
 app = typer.Typer(
     help="Prepare corpora, and look at them.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, such as data.tokenizer=byte.")
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="The same, as an option; may be repeated."),
-]
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Processes; left out, as many as there are cores.")
 ]
@@ -62,9 +56,7 @@ def prepare(
             raise RecipeError(
                 "a recipe's corpora go into its cache; drop --output, or name files instead of a recipe"
             )
-        from hetero_megatron.recipe import load_recipe
-
-        command.of_recipe(load_recipe(what[0], [*what[1:], *(settings or ())]), workers)
+        command.of_recipe(recipe_of(Path(what[0]), what[1:], settings), workers)
         return
     if output is None:
         raise RecipeError(
@@ -87,21 +79,17 @@ def prepare(
 
 @app.command()
 def stats(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/quickstart.yaml.")
-    ],
+    recipe: RecipeFile,
     overrides: Overrides = None,
     settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="Draw a histogram into a file as well.")
     ] = None,
     workers: Workers = None,
 ) -> None:
     """Show how many documents and tokens a recipe's corpora have, and how long the documents are."""
-    from hetero_megatron.recipe import load_recipe
-
-    checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
+    checked = recipe_of(recipe, overrides, settings)
     from hetero_megatron.cli import data_stats as command
     from hetero_megatron.preparing import preparing_bar
 

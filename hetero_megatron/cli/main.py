@@ -3,6 +3,7 @@
 Commands import what they run when they run, so that `--help` and a misspelt recipe answer at once.
 """
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 
 from hetero_megatron.cli.data import app as data
 from hetero_megatron.cli.errors import reported
+from hetero_megatron.cli.options import AsJson, Overrides, RecipeFile, Settings, recipe_of
 from hetero_megatron.errors import RecipeError
 
 app = typer.Typer(
@@ -25,18 +27,6 @@ app = typer.Typer(
 app.add_typer(data, name="data")
 convert = typer.Typer(help="Turn Hugging Face folders into run folders, and back.", no_args_is_help=True)
 app.add_typer(convert, name="convert")
-
-RecipeFile = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/quickstart.yaml.")
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, such as training.lr=1e-4.")
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="The same, as an option; may be repeated."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 @app.command()
@@ -57,6 +47,14 @@ def pretrain(
     endpoint: Annotated[
         str | None, typer.Option("--endpoint", metavar="HOST:PORT", help="Where its node 0 listens.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Write what every rank does in logging.trace_steps, for ui.perfetto.dev.",
+        ),
+    ] = None,
     nodes_present: Annotated[
         int | None,
         typer.Option(
@@ -70,9 +68,8 @@ def pretrain(
     SIGTERM, or Ctrl-C once, ends it after its step, saved, with exit code 0;
     1 is a failure while training, 2 a refusal before it.
     """
-    from hetero_megatron.recipe import load_recipe
-
-    checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
+    traced = [] if trace is None else [f"logging.trace={json.dumps(str(trace))}"]
+    checked = recipe_of(recipe, overrides, [*(settings or ()), *traced])
     from hetero_megatron import train
     from hetero_megatron.elastic import Place
 
@@ -107,9 +104,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show what a strategy means: pipelines, groups, and the communication of every Reshard."""
-    from hetero_megatron.recipe import load_recipe
-
-    checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
+    checked = recipe_of(recipe, overrides, settings)
     from hetero_megatron.cli import explain as command
 
     command.run(
@@ -140,14 +135,18 @@ def simulate(
         Path | None,
         typer.Option("--profile", metavar="FILE", help="Times that `profile` has measured."),
     ] = None,
+    beside: Annotated[
+        Path | None,
+        typer.Option(
+            "--beside", metavar="TRACE", help="Compare with steps that `pretrain --trace` has recorded."
+        ),
+    ] = None,
 ) -> None:
     """Predict a step: its time, where each rank's time and memory go, and how far it is from the bound."""
-    from hetero_megatron.recipe import load_recipe
-
-    checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
+    checked = recipe_of(recipe, overrides, settings)
     from hetero_megatron.cli import simulate as command
 
-    command.run(checked, as_json=as_json, trace=trace, png=png, profile=profile)
+    command.run(checked, as_json=as_json, trace=trace, png=png, profile=profile, beside=beside)
 
 
 @app.command()
@@ -173,9 +172,7 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure the units of a model and the links on this machine, for `simulate` and the planner."""
-    from hetero_megatron.recipe import load_recipe
-
-    checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
+    checked = recipe_of(recipe, overrides, settings)
     from hetero_megatron.cli import profile as command
 
     command.run(checked, output, as_json, tp, cp, tokens, lengths, rounds, copies)
@@ -240,10 +237,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Choose a strategy for a recipe's model, cluster and batch, and say how good it is; a given one is compared."""
-    from hetero_megatron.recipe import load_recipe
-
     lost = tuple(sorted(_lost_ranks(after_loss, "--after-loss")))
-    checked = load_recipe(recipe, [*(overrides or ()), *(settings or ())])
+    checked = recipe_of(recipe, overrides, settings)
     if lengths:
         from hetero_megatron.cli import plan_lengths
 
@@ -255,6 +250,19 @@ def plan(
         output, explain, as_json, png, profile, lost, after_join, zero, pipelines, solver, minlp
     )
     command.run(checked, options)
+
+
+@app.command()
+def plot(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The picture, such as run.png.")
+    ],
+) -> None:
+    """Draw a run's document lengths, the strategy that took each step, and the step times."""
+    from hetero_megatron.cli import plot as command
+
+    command.run(folder, output)
 
 
 @app.command()
@@ -274,9 +282,7 @@ def switch(
     as_json: AsJson = False,
 ) -> None:
     """Show what each rank would send to change from one strategy to another, without training."""
-    from hetero_megatron.recipe import load_recipe
-
-    first, second = (load_recipe(path, settings or ()) for path in (before, after))
+    first, second = (recipe_of(path, None, settings) for path in (before, after))
     ranks = _lost_ranks(lost)
     from hetero_megatron.cli import switch as command
 

@@ -1,6 +1,7 @@
 """`hetero-megatron simulate`: a step of a recipe's strategy, predicted, as a table, JSON, a trace or a picture."""
 
 import json
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
@@ -13,14 +14,17 @@ from hetero_megatron.cluster import ranges_text
 from hetero_megatron.data.dispatch import deal
 from hetero_megatron.errors import PlannerError, RecipeError
 from hetero_megatron.models.llama import Llama
+from hetero_megatron.planner.beside import PARTS, Measured, MeasuredStep, measured_step
 from hetero_megatron.planner.cost import Costs, Lengths
 from hetero_megatron.planner.picture import draw_timeline
 from hetero_megatron.planner.profiles import Profiles
 from hetero_megatron.planner.simulate import RankReport, Simulation, simulate
+from hetero_megatron.profile_file import profiles_of
+from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.run import build_program
 from hetero_megatron.strategy import Strategy
-from hetero_megatron.trace_file import chrome_trace
+from hetero_megatron.trace_file import chrome_trace, read_spans
 
 WIDTH = 100
 GIB = 2**30
@@ -32,6 +36,7 @@ def run(
     trace: Path | None = None,
     png: Path | None = None,
     profile: Path | None = None,
+    beside: Path | None = None,
 ) -> None:
     """Print what a step is predicted to take; write a trace and a picture where asked for.
 
@@ -39,46 +44,72 @@ def run(
         HeteroError: the recipe cannot be turned into a Program, or a file cannot be read or written.
     """
     with recipe.named():
-        profiles = read_profile(profile, recipe)
+        profiles = profiles_of(recipe, profile)
         program = build_program(recipe, Llama(recipe.make_config()))
         costs = make_costs(recipe, program.strategy, profiles)
         found = simulate(program, costs, lengths_of(recipe, program.strategy))
+        measured = None if beside is None else read_measured(beside, program)
     if trace is not None:
         text = chrome_trace(found.trace_spans(), found.trace_names(), found.trace_counters())
         _write(text, trace, "--trace")
     if png is not None:
         draw_timeline(found, png, Path(recipe.output.folder).name)
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json.dumps(found.as_json() | ({} if measured is None else {"measured": asdict(measured)})))
     else:
         _print(found, costs)
+        if measured is not None:
+            _compare(found, measured)
 
 
-def read_profile(path: Path | None, recipe: Recipe) -> Profiles:
-    """The profile of a file, or the analytic one.
+def read_measured(path: Path, program: Program) -> MeasuredStep:
+    """The steps of a trace that `pretrain --trace` has written.
 
     Raises:
-        PlannerError: the file is no profile, or one of another model.
+        RecipeError: the file cannot be read.
+        PlannerError: it is no trace, or one of another strategy.
     """
-    if path is None:
-        return Profiles()
     try:
-        profiles = Profiles.from_json(path.read_text(encoding="utf-8"))
+        return measured_step(read_spans(path.read_text(encoding="utf-8")), program)
     except OSError as error:
-        raise RecipeError(f"--profile: {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"--profile: {path} is not UTF-8 text: byte {error.start} is invalid") from error
+        raise RecipeError(f"--beside: {path}: {error.strerror}") from error
     except PlannerError as error:
-        raise PlannerError(f"{path}: {error}") from error
-    config = recipe.make_config()
-    for name, measured in profiles.model.items():
-        own = getattr(config, name, None)
-        if own != measured:
-            raise PlannerError(
-                f"{path}: measured with {name} {measured}, the recipe's model has {own}; "
-                "profile this recipe's model"
-            )
-    return profiles
+        raise PlannerError(f"--beside: {path}: {error}") from error
+    except ValueError as error:
+        raise PlannerError(f"--beside: {path} is no trace that `pretrain --trace` has written") from error
+
+
+def _compare(found: Simulation, measured: MeasuredStep) -> None:
+    """Prediction and measurement, rank by rank, and where they are furthest apart."""
+    console = Console(highlight=False)
+    console.print(
+        f"measured step: [bold]{_seconds(measured.seconds)}[/bold], the mean of {measured.steps}; the predicted one is "
+        f"{100 * (found.seconds / measured.seconds - 1):+.1f}%",
+        soft_wrap=True,
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("rank", justify="right")
+    for part in PARTS:
+        for side in ("predicted", "measured"):
+            table.add_column(f"{part}\n{side}", justify="right", no_wrap=True)
+    table.add_column("predicted, measured", no_wrap=True)
+    worst = (0.0, "", 0, 0.0, 0.0)
+    for report in found.ranks:
+        real = measured.ranks[report.rank]
+        cells = []
+        for part in PARTS:
+            told, was = getattr(report, part), getattr(real, part)
+            shares = told / found.seconds, was / measured.seconds
+            worst = max(worst, (abs(shares[0] - shares[1]), part, report.rank, *shares))
+            cells += [_seconds(told), _seconds(was)]
+        bars = Text.assemble(_bar(report, found.seconds), "\n", _bar(real, measured.seconds))
+        table.add_row(str(report.rank), *cells, bars)
+    Console(highlight=False, width=max(WIDTH, console.width)).print(table)
+    _, part, rank, told, was = worst
+    console.print(
+        f"furthest apart: {part} of rank {rank}, {100 * told:.1f}% of the step predicted and {100 * was:.1f}% measured",
+        soft_wrap=True,
+    )
 
 
 def make_costs(recipe: Recipe, strategy: Strategy, profiles: Profiles) -> Costs:
@@ -163,7 +194,7 @@ def _table(found: Simulation, costs: Costs) -> Table:
 BAR = 24
 
 
-def _bar(report: RankReport, whole: float) -> Text:
+def _bar(report: RankReport | Measured, whole: float) -> Text:
     """Busy, communication and bubble as a coloured bar."""
     busy = round(BAR * report.busy / whole)
     comm = min(BAR - busy, round(BAR * report.comm / whole))

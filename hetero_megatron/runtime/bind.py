@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hetero_megatron.graph.nodes import Kind, Node
 from hetero_megatron.graph.specialize import Chunk, ExecutableGraph
-from hetero_megatron.pipeline.action import Action, Batch
+from hetero_megatron.pipeline.action import Action, Batch, receive_for
 from hetero_megatron.program import Program, split_groups
 from hetero_megatron.recompute import recomputed_runs
 from hetero_megatron.runtime.batch import MicroBatch
@@ -25,6 +25,7 @@ from hetero_megatron.runtime.deferred import Deferred
 from hetero_megatron.runtime.exchange import all_reduce
 from hetero_megatron.runtime.offload import Offload
 from hetero_megatron.runtime.recompute import generate_recomputed
+from hetero_megatron.runtime.recorder import Moment
 from hetero_megatron.runtime.slices import Shape
 from hetero_megatron.runtime.stage import EdgeReduce, Reshards, StageRun
 from hetero_megatron.runtime.state import BUCKET_ELEMENTS, ParameterSlot, Placement, State, lay_out
@@ -128,6 +129,8 @@ class BoundStage:
                 if name in self.state.parameters:
                     self.first_users.setdefault(name, modules[node.module])
         number, _ = program.pipeline_of(world.rank)
+        # A fault on purpose: every pass takes so many times as long.
+        self.slowness = 1.0
         self._most_sending = 2 * len(program.pipelines[number]) * len(executable.chunks)
         self._sending: deque[list[dist.Work]] = deque()
 
@@ -272,7 +275,11 @@ class BoundStage:
         number, chunk = action.micro_batch, action.chunk
         run, loss = self._runs[chunk], None
         inputs, outputs = self._inputs[chunk], self._outputs[chunk]
+        mark = self.clock.mark()
         taken = [self._take(port, number) for port in (inputs if action.kind == "F" else outputs)]
+        if mark is not None and taken:
+            self.clock.span("receive", str(receive_for(action)), mark)
+            mark = self.clock.mark()
         at = time.perf_counter()
         before = self.clock.seconds["communication"]
         if action.kind == "F":
@@ -287,7 +294,15 @@ class BoundStage:
             for port, gradient in zip(inputs, run.backward(number, taken), strict=True):
                 port.ready[number] = gradient
         inside = self.clock.seconds["communication"] - before
-        self.clock.seconds["compute"] += time.perf_counter() - at - inside
+        took = time.perf_counter() - at
+        if self.slowness > 1:
+            # Not busy: other ranks may share the processor, and are not to be slowed down.
+            time.sleep((took - inside) * (self.slowness - 1))
+            took = time.perf_counter() - at
+        self.clock.seconds["compute"] += took - inside
+        self.clock.passes += took
+        if mark is not None:
+            self.clock.span("forward" if action.kind == "F" else "backward", str(action), mark)
         return loss
 
     def _take(self, port: _Port, micro_batch: int) -> Tensor:
@@ -302,12 +317,15 @@ class BoundStage:
     def communicate(self, batch: Batch, batches: Sequence[MicroBatch]) -> None:
         """Post a batch together; its sends go on behind the next computations, its receives until they are used."""
         at = time.perf_counter()
+        posted: list[tuple[Action, Moment]] = []
         sends: list[dist.P2POp] = []
         receives: list[dist.P2POp] = []
         landing: list[tuple[_Port, int, int, Callable[[], Tensor]]] = []
         for item in batch.items:
             forward = item.kind.endswith("F")
             downstream = item.kind in ("SEND_F", "RECV_B")
+            if item.is_send and (mark := self.clock.mark()) is not None:
+                posted.append((item, mark))
             for port in (self._outputs if downstream else self._inputs)[item.chunk]:
                 boundary = port.forward if forward else port.backward
                 assert boundary is not None, f"{port.name} moves between stages in both directions"
@@ -332,6 +350,11 @@ class BoundStage:
         while len(self._sending) > self._most_sending:
             _wait(self._sending.popleft())
         self.clock.add("communication", at)
+        recorder = self.clock.recorder
+        if recorder is not None:
+            ends = [*(began for _, began in posted[1:]), recorder.moment()]
+            for (item, began), end in zip(posted, ends, strict=False):
+                recorder.add("send", str(item), began, end)
 
     def _tag(self, port: _Port, micro_batch: int, forward: bool) -> int:
         """One number per message of a step: two chunks between the same two ranks can never be mixed up."""

@@ -9,9 +9,9 @@ import struct
 import threading
 import time
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-PHASES = (
-    "starting",
+StepPhase = Literal[
     "between two steps",
     "forward",
     "backward",
@@ -22,11 +22,12 @@ PHASES = (
     "parameter gather",
     "evaluation",
     "saving",
-    "recovery",
+    "connecting",
     "switching",
-    "waiting for work",
     "leaving",
-)
+]
+"""Where a rank that takes part in the steps can be."""
+PHASES = ("starting", *get_args(StepPhase), "recovery", "waiting for work")
 """Where in its work a rank can be."""
 
 _WORDS = {

@@ -8,6 +8,7 @@ every rank has, so all see a stage end at the same step and nobody waits or asks
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.errors import CheckpointError
-from hetero_megatron.runtime.checkpoint_files import finish, finished, folder_of, remove, set_aside, tidy
+from hetero_megatron.runtime.checkpoint_files import (
+    finish,
+    finished,
+    folder_of,
+    remove,
+    set_aside,
+    tidy,
+    unfinished,
+)
 from hetero_megatron.runtime.checkpoint_header import Header
 from hetero_megatron.runtime.checkpoint_parts import MASTER, MOMENTS, Part, parts_of, shapes_of
 from hetero_megatron.runtime.checkpoint_snapshot import Snapshot, Tensors, live
@@ -66,7 +75,11 @@ class _Pending:
 
 
 class Saver:
-    """Writes checkpoints of one session into a run's folder."""
+    """Writes checkpoints of one session into a run's folder.
+
+    Attributes:
+        session: whose state and counters are saved; another one that shares its optimizer states may take its place.
+    """
 
     def __init__(
         self,
@@ -76,19 +89,21 @@ class Saver:
         asynchronous: bool = True,
         stop_on_failure: bool = False,
         say: Say = print,
+        forsaken: bool = False,
     ) -> None:
         """Collective, after the session was restored, if it was.
 
         Finished checkpoints of later iterations than the session's, which its run has left by going on from an
-        earlier one, are renamed to `iter_....aside`, so that the newest one is always of this run. `say` is called
-        on the first rank.
+        earlier one, are renamed to `iter_....aside`, so that the newest one is always of this run. With `forsaken`,
+        saves that were begun and not ended are removed: ranks that had a part in them are gone, and no rank that is
+        left writes. `say` is called on the first rank.
 
         Raises:
             CheckpointError: the folder cannot be made or written; `keep_last` is below 1; the same on every rank.
         """
         if keep_last < 1:
             raise CheckpointError(f"keep_last is {keep_last}; at least the newest checkpoint is kept")
-        self._folder, self._session, self._world = folder, session, session.world
+        self._folder, self.session, self._world = folder, session, session.world
         self._keep_last, self._asynchronous, self._stop = keep_last, asynchronous, stop_on_failure
         self._patience = min(30.0, self._world.timeout.total_seconds() / 4)
         self._leads, self._say = self._world.leads, self._world.once(say)
@@ -98,19 +113,24 @@ class Saver:
         self._all_parts: tuple[Part, ...] | None = None
         self._snapshot = Snapshot(session.state, self._kinds)
         self._pending: _Pending | None = None
-        self._saved = self._open_folder()
+        # Told of an iteration when some of its tensors are written, and some are not; by the thread that writes.
+        self.amid: Callable[[int], None] | None = None
+        self._saved = self._open_folder(forsaken)
 
-    def _open_folder(self) -> set[int]:
+    def _open_folder(self, forsaken: bool) -> set[int]:
         """Set later checkpoints aside; the iterations that need no saving."""
         found: list[Any] = [None, ""]
         if self._leads:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                for path in set_aside(self._folder, self._session.iteration):
+                for path in set_aside(self._folder, self.session.iteration):
                     self._say(
-                        f"{path.name.split('.')[0]} is later than iteration {self._session.iteration}, from which this "
+                        f"{path.name.split('.')[0]} is later than iteration {self.session.iteration}, from which this "
                         f"run goes on; it is kept as {path.name}"
                     )
+                for path in unfinished(self._folder) if forsaken else ():
+                    remove(path)
+                    self._say(f"{path.name} was not saved: ranks were lost meanwhile; its files are removed")
                 found[0] = set(finished(self._folder))
             except OSError as error:
                 found[1] = str(could_not_write(self._folder, error))
@@ -146,7 +166,7 @@ class Saver:
         self._pending = pending = _Pending(header, path)
         tensors: Tensors = {}
         try:
-            state = self._session.state
+            state = self.session.state
             tensors = self._snapshot.take() if self._asynchronous else live(state, self._kinds)
         except (RuntimeError, MemoryError) as error:
             pending.error = f"no snapshot of {self._snapshot.bytes} bytes: {error}"
@@ -155,7 +175,7 @@ class Saver:
         return before if self._asynchronous else self.finish()
 
     def _header(self, iteration: int, payload: Mapping[str, Any]) -> Header:
-        session = self._session
+        session = self.session
         shapes = shapes_of(session.program)
         skipped = session.skipped_iterations
         return Header(iteration, session.state.step, skipped, self._kinds, shapes, payload)
@@ -181,7 +201,9 @@ class Saver:
     def _write(self, pending: _Pending, tensors: Tensors) -> None:
         self._snapshot.wait()
         number = self._world.ranks.index(self._world.rank)
-        pending.written = write_parts(pending.path, number, self._parts, tensors, pending.cancelled)
+        iteration = pending.header.iteration
+        amid = None if self.amid is None else partial(self.amid, iteration)
+        pending.written = write_parts(pending.path, number, self._parts, tensors, pending.cancelled, amid)
 
     def votes(self) -> tuple[float, float]:
         """For `Session.step(votes=...)`: whether this rank's work for the stage is done, and whether it failed."""
@@ -230,7 +252,7 @@ class Saver:
 
     def _write_contents(self, pending: _Pending) -> None:
         if self._all_parts is None:
-            program, ranks = self._session.program, self._world.ranks
+            program, ranks = self.session.program, self._world.ranks
             self._all_parts = tuple(part for rank in ranks for part in parts_of(program, rank, self._kinds))
         marker = write_contents(pending.path, pending.header, self._all_parts, pending.everyone)
         finish(self._folder, marker)

@@ -9,7 +9,7 @@ import io
 import os
 import threading
 import zlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -122,12 +122,20 @@ class _Files(FileSystem):
 class _Tensors(SavePlanner):
     """Gives the writer its tensors; what to write is known without planning together."""
 
-    def __init__(self, tensors: Mapping[MetadataIndex, Tensor], cancelled: threading.Event) -> None:
-        self._tensors, self._cancelled = tensors, cancelled
+    def __init__(
+        self,
+        tensors: Mapping[MetadataIndex, Tensor],
+        cancelled: threading.Event,
+        amid: Callable[[], None] | None = None,
+    ) -> None:
+        self._tensors, self._cancelled, self._amid, self._count = tensors, cancelled, amid, 0
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         if self._cancelled.is_set():
             raise Cancelled
+        self._count += 1
+        if self._amid is not None and self._count == 2:
+            self._amid()
         return self._tensors[write_item.index]
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
@@ -160,10 +168,11 @@ def write_parts(
     parts: Sequence[Part],
     tensors: Mapping[tuple[str, str], Tensor],
     cancelled: threading.Event | None = None,
+    amid: Callable[[], None] | None = None,
 ) -> Written:
     """Write parts into the file of writer number `writer` in folder `path`, and wait until they are on the disk.
 
-    `tensors` are the parts by kind and name.
+    `tensors` are the parts by kind and name. `amid` is called when some of them are written, and some are not.
 
     Raises:
         CheckpointError: the file system refused; naming the file.
@@ -180,7 +189,7 @@ def write_parts(
     plans = [SavePlan([])] * writer + [SavePlan([part.write_item for part in parts])]
     plan = out.prepare_global_plan(plans)[writer]
     by_index = {part.index: tensors[part.kind, part.name] for part in parts}
-    results = out.write_data(plan, _Tensors(by_index, cancelled or threading.Event())).wait()
+    results = out.write_data(plan, _Tensors(by_index, cancelled or threading.Event(), amid)).wait()
     places = {result.index: result.storage_data for result in results}
     found = [places[part.index] for part in parts]
     return Written(out.files.facts, tuple((each.relative_path, each.offset, each.length) for each in found))

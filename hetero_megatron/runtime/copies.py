@@ -74,9 +74,11 @@ class Copies:
                 work.wait()
 
     def update(self, lr: float, divisor: float) -> None:
-        """The step counts: make the wards' updates as they make theirs, behind whatever comes next."""
+        """The step counts: make the wards' updates as they make theirs, behind whatever comes next, if anything does."""
         if self._thread is not None:
             self._running = self._thread.submit(self._update, lr, divisor)
+        else:
+            self._update(lr, divisor)
 
     def _update(self, lr: float, divisor: float) -> None:
         for shadow in self.shadows.values():
@@ -93,6 +95,7 @@ class Copies:
         self.wait()
         if self._thread is not None:
             self._thread.shutdown()
+            self._thread = None
         del self._world
 
 

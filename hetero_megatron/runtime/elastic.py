@@ -6,126 +6,49 @@ state then moves from its living owners into the layout of the next Program, and
 rank has the new one.
 """
 
+import base64
 import gc
-import re
+import pickle
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
-from hetero_megatron.cluster import ranges_text
 from hetero_megatron.errors import ReshardError, RuntimeFailure
-from hetero_megatron.losses import guardians, stand_ins
+from hetero_megatron.losses import stand_ins
 from hetero_megatron.program import Program
-from hetero_megatron.runtime.binding import Kernels
-from hetero_megatron.runtime.copies import Copies
 from hetero_megatron.runtime.faults import Faults
 from hetero_megatron.runtime.launch import is_peer_failure
-from hetero_megatron.runtime.membership import Member, Progress, View
+from hetero_megatron.runtime.making import Making
+from hetero_megatron.runtime.meeting import meet
+from hetero_megatron.runtime.membership import Halted, Member, Progress, View
 from hetero_megatron.runtime.move import Moves
-from hetero_megatron.runtime.optimizer import OptimizerSettings
+from hetero_megatron.runtime.recovery import ASKED, Laps, Recovery, in_short
 from hetero_megatron.runtime.session import Session, StepResult
-from hetero_megatron.runtime.sockets import Sockets, cut, open_sockets
-from hetero_megatron.runtime.state import BUCKET_ELEMENTS
+from hetero_megatron.runtime.sockets import Sockets, cut
 from hetero_megatron.runtime.world import Groups, World
-from hetero_megatron.switch_plan import switch_between
+from hetero_megatron.strategy import Strategy
+from hetero_megatron.switch_plan import SwitchPlan, switch_between
 
 T = TypeVar("T")
-Replan = Callable[[Program, tuple[int, ...]], Program]
-"""From the program whose layout the state is in, and the ranks that are there now, to the next program.
-
-A pure function: every rank calls it with the same arguments and goes on with its own result.
-"""
+Asked = Callable[[View], Strategy | None]
+"""The strategy that somebody asked for before this view was made, for just its ranks."""
 Restart = Callable[[Program, World, Groups], Session | None]
 """A session from the last checkpoint, where a part of the state is lost; None on a rank without a part in it."""
 
 
-@dataclass(frozen=True)
-class Making:
-    """What sessions are made of besides their program and world; `modules` makes the model's leaves anew."""
+class Replan(Protocol):
+    """What a run goes on with when other ranks are there than before."""
 
-    modules: Callable[[], Mapping[str, nn.Module]]
-    settings: OptimizerSettings
-    dtype: torch.dtype = torch.float32
-    kernels: Kernels | None = None
-    bucket_elements: int = BUCKET_ELEMENTS
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    timeout_s: float = 600.0
-    local: bool = True
-    copies: bool = False
+    def strategy(self, base: Program, ranks: tuple[int, ...]) -> tuple[Strategy, str]:
+        """The strategy for `ranks` in place of `base`, in whose layout the state is; and what there is to say of it.
 
-    def kept(self, program: Program) -> dict[int, int]:
-        """Guardians by ward, where this run keeps copies."""
-        return guardians(program) if self.copies else {}
+        Asked of one rank, which tells the others: planning on all of them at once would take longer.
+        """
 
-    def guard(self, session: Session) -> None:
-        """Collective over the session's ranks: copies of what a rank alone holds."""
-        if kept := self.kept(session.program):
-            session.copies = Copies(
-                session.program,
-                session.world,
-                session.state,
-                kept,
-                self.settings,
-                session.adam,
-                self.bucket_elements,
-            )
-            session.copies.fill()
-
-    def session(self, program: Program, world: World, groups: Groups) -> Session:
-        """A session without memory."""
-        return Session(
-            program,
-            world,
-            self.modules(),
-            None,
-            self.settings,
-            self.dtype,
-            self.kernels,
-            self.bucket_elements,
-            groups,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """What a recovery was about and took.
-
-    Attributes:
-        iteration: the last step that counts.
-        seconds: by phase: detect, agree, plan, groups, specialize, move.
-        lost_state: what no survivor holds, when the run had to go back to a checkpoint.
-        completed: whether this rank made the last update afterwards.
-    """
-
-    view: View
-    noticed: str
-    iteration: int
-    seconds: Mapping[str, float]
-    lost_state: str = ""
-    completed: bool = False
-
-    def __str__(self) -> str:
-        """The line for the log."""
-        lost = "; ".join(self.view.lost[rank] for rank in sorted(self.view.lost))
-        if not lost:
-            lost = (
-                f"rank {ranges_text(self.view.joined)} asked to join"
-                if self.view.joined
-                else "connections were lost"
-            )
-        parts = ", ".join(f"{phase} {took:.3f}" for phase, took in self.seconds.items())
-        joined = f" ({ranges_text(self.view.joined)} new)" if self.view.joined else ""
-        noticed = f"; noticed by {self.noticed}" if self.noticed else ""
-        back = f"; {self.lost_state}: back to the last checkpoint" if self.lost_state else ""
-        return (
-            f"{lost}{noticed}{back}; going on with ranks {ranges_text(self.view.ranks)}{joined} after "
-            f"iteration {self.iteration}, in {sum(self.seconds.values()):.3f} s ({parts})"
-        )
+    def program(self, strategy: Strategy, ranks: tuple[int, ...]) -> Program:
+        """The program of that strategy, on every rank."""
 
 
 class ElasticSession:
@@ -135,6 +58,7 @@ class ElasticSession:
         session: None on a rank without a part in the strategy.
         completed: the result of a step that this rank finished after its peers were lost.
         recoveries: one per generation after the first.
+        came_late: whether this rank was to be taken in, and training was over before.
     """
 
     def __init__(
@@ -146,11 +70,16 @@ class ElasticSession:
         replan: Replan,
         restart: Restart | None = None,
         faults: Faults | None = None,
+        asked: Asked | None = None,
     ) -> None:
-        """Collective over the first view's ranks. `start` makes the first session, `restart` one from a checkpoint."""
+        """Collective over the first view's ranks. `start` makes the first session, `restart` one from a checkpoint.
+
+        `asked` gives the strategy that was asked for in place of what `replan` makes, if one was.
+        """
+        self._asked = asked or _nothing_asked
         self.member, self._making, self._replan, self._restart = member, making, replan, restart
         self._start, self._faults = start, faults
-        self._programs: dict[int, Program] = {0: program}
+        self._programs: dict[int, Program] = {}
         self._sockets: Sockets = frozenset()
         self._base = 0
         self.session: Session | None = None
@@ -160,11 +89,16 @@ class ElasticSession:
         self._failed = ""
         self._noticed_at = 0.0
         view = member.enter()
+        self.came_late = view is None
+        if view is None:
+            return
         try:
             if view.generation:
-                self._programs[0] = replan(program, member.view_of(0).ranks)
-                self._adopt(view, time.time(), "")
+                self._adopt(view, "")
             else:
+                self._programs[0] = program
+                if member.rank == view.ranks[0]:
+                    member.share("strategy", _as_text(program.strategy, ""))
                 groups = self._connect(program, view)
                 session = start(program, self.world, groups)
                 if session is not None:
@@ -178,7 +112,7 @@ class ElasticSession:
 
         `body` looks at `session.iteration` to see how far the run is. None on a rank that had no part in the end.
         """
-        while True:
+        while not self.came_late:
             if not self._failed:
                 try:
                     result = body(self.session) if self.session is not None else None
@@ -193,6 +127,7 @@ class ElasticSession:
                     self._note_failure(error)
             # Outside of the handler: a traceback would keep connections open.
             self._recover()
+        return None
 
     @property
     def program(self) -> Program:
@@ -204,13 +139,13 @@ class ElasticSession:
         raise _Joining
 
     def _note_failure(self, error: RuntimeError) -> None:
-        if not is_peer_failure(error) and not isinstance(error, _Joining):
+        if not is_peer_failure(error) and not isinstance(error, (_Joining, Halted)):
             raise error
         self._noticed_at = time.time()
         if isinstance(error, _Joining):
             self._failed = _JOINING
             return
-        self._failed = f"rank {self.member.rank} ({_in_short(error)})"
+        self._failed = f"rank {self.member.rank} ({in_short(error)})"
 
     def _recover(self) -> None:
         while self._failed:
@@ -220,7 +155,7 @@ class ElasticSession:
             progress = self._let_go(noticed, at)
             view = self.member.stop(progress)
             try:
-                self._adopt(view, at, noticed)
+                self._adopt(view, noticed)
             except RuntimeError as error:
                 self._note_failure(error)
 
@@ -256,13 +191,14 @@ class ElasticSession:
 
     def _connect(self, program: Program, view: View) -> Groups:
         making = self._making
-        before = open_sockets()
-        store = dist.PrefixStore(f"world/{view.generation}", self.member.store)
-        rank, ranks = self.member.rank, view.ranks
-        self.world = World.over(store, rank, ranks, making.device, making.timeout_s, making.local)
-        groups = Groups.of(self.world, [program])
-        self._sockets = open_sockets() - before
-        return groups
+        device, timeout_s, local = making.device, making.timeout_s, making.local
+
+        def stage() -> None:
+            self._note("connecting", view.iteration)
+
+        met = meet(self.member, view, program, device, timeout_s, local, stage)
+        self.world, self._sockets = met.world, met.sockets
+        return met.groups
 
     def _take(self, session: Session | None, generation: int) -> None:
         """Go on with this session."""
@@ -275,55 +211,43 @@ class ElasticSession:
 
     def _note(self, phase: str, iteration: int) -> None:
         self.member.note(phase, iteration)
+        if phase == "committed" and self._redoing is not None:
+            self._redoing.lap("redo")
+            self._redoing = None
+        self.strike(phase, iteration)
+
+    def strike(self, phase: str, iteration: int) -> None:
+        """Let the run's faults strike at a phase, if it has any."""
         if self._faults is not None:
             self._faults.strike(self.member.rank, phase, iteration, self._sockets)
+            if self.session is not None:
+                self.session.stage.slowness = self._faults.slowness
 
-    def _adopt(self, view: View, noticed_at: float, noticed: str) -> None:
+    _redoing: Laps | None = None
+    """The clock of the last recovery, until a step has been committed after it."""
+
+    def _adopt(self, view: View, noticed: str) -> None:
         """Take up the work that a view gives this rank."""
-        first, stopped, made = view.at
-        seconds = {"detect": max(0.0, stopped - first), "agree": max(0.0, time.time() - stopped)}
-        del made, noticed_at
-        clock = _Clock(seconds)
+        first, stopped, _ = view.at
+        laps = Laps({"detect": max(0.0, stopped - first), "agree": max(0.0, time.time() - stopped)})
         if self._next is not None and self._next[0] == view.base:
             self._old, self._base = self._next[1], view.base
         old, completed, self._next = self._old, False, None
         if old is not None and old.iteration < view.iteration and view.agreed is not None:
             self.completed = old.complete(view.agreed)
             completed = True
-        clock.lap("complete")
-        base, program = self._program(view)
-        clock.lap("plan")
+        laps.lap("complete")
+        base, program, planned = self._program(view)
+        laps.lap("plan")
         groups = self._connect(program, view)
-        clock.lap("groups")
-        making, lost_state = self._making, ""
-        has_part = self.member.rank in program.strategy.ranks
-        session: Session | None = None
-        try:
-            gone = frozenset(base.strategy.ranks) - (set(view.ranks) - set(view.joined))
-            acting = stand_ins(base, gone, making.kept(base))
-            adam = making.settings.name == "adam"
-            plan = switch_between(base, program, lost=gone - set(acting), moments=adam)
-            session = making.session(program, self.world, groups) if has_part else None
-            clock.lap("specialize")
-            if session is not None:
-                session.phase_hook = self._note
-                session.enter("switching", view.iteration)
-            before = None if old is None else old.state
-            after = None if session is None else session.state
-            shadows = old.copies.shadows if old is not None and old.copies is not None else {}
-            own = {ward: shadows[ward] for ward, guardian in acting.items() if guardian == self.member.rank}
-            self._move(Moves(plan, self.world, before, after, acting=acting, shadows=own), view, session)
-        except ReshardError as error:
-            if self._restart is None:
-                raise RuntimeFailure(f"{error}; this run has no checkpoint to go back to") from error
-            lost_state = str(error)
-            session = self._restart(program, self.world, groups)
+        laps.lap("groups")
+        session, lost_state, moved_bytes = self._filled(base, program, view, groups, laps)
         if session is not None:
-            making.guard(session)
+            self._making.guard(session)
             self._next = view.generation, session
         # Whoever gets past this knows that all have the new state.
         dist.barrier(group=self.world.control)
-        clock.lap("move")
+        laps.lap("move")
         hook = old.gradient_hook if old is not None else None
         if session is not None and hook is not None:
             session.gradient_hook = hook
@@ -331,24 +255,73 @@ class ElasticSession:
             self.completed = None
         self._take(session, view.generation)
         iteration = view.iteration if session is None else session.iteration
-        self.recoveries.append(Recovery(view, noticed, iteration, seconds, lost_state, completed))
+        seconds, self._redoing = laps.seconds, laps
+        self.recoveries.append(
+            Recovery(view, noticed, iteration, seconds, planned, lost_state, completed, moved_bytes)
+        )
         gc.collect()
 
-    def _move(self, moves: Moves, view: View, session: Session | None) -> None:
-        moves.run(keep=True)
+    def _filled(
+        self, base: Program, program: Program, view: View, groups: Groups, laps: Laps
+    ) -> tuple[Session | None, str, int]:
+        """This rank's session of the next program with the state in it, what came from a checkpoint, and bytes moved."""
+        making, old = self._making, self._old
+        has_part = self.member.rank in program.strategy.ranks
+        try:
+            gone = frozenset(base.strategy.ranks) - (set(view.ranks) - set(view.joined))
+            acting = stand_ins(base, gone, making.kept(base))
+            adam = making.settings.name == "adam"
+            plan = switch_between(base, program, lost=gone - set(acting), moments=adam)
+        except ReshardError as error:
+            if self._restart is None:
+                raise RuntimeFailure(f"{error}; this run has no checkpoint to go back to") from error
+            return self._restart(program, self.world, groups), str(error), 0
+        session = making.session(program, self.world, groups) if has_part else None
+        laps.lap("specialize")
+        if session is not None:
+            session.phase_hook = self._note
+        self._move(plan, acting, old, session, view)
+        return session, "", int(sum(sum(by_link.values()) for by_link in plan.bytes_sent().values()))
+
+    def _move(
+        self,
+        plan: SwitchPlan,
+        acting: dict[int, int],
+        old: Session | None,
+        session: Session | None,
+        view: View,
+    ) -> None:
+        shadows = old.copies.shadows if old is not None and old.copies is not None else {}
+        own = {ward: shadows[ward] for ward, guardian in acting.items() if guardian == self.member.rank}
+        before = None if old is None else old.state
+        after = None if session is None else session.state
+        moves = Moves(plan, self.world, before, after, acting=acting, shadows=own)
+        self._note("switching", view.iteration)
+        # Once more when the first round is under way: a fault may strike before it or amid it.
+        moves.run(keep=True, amid=lambda: self._note("switching", view.iteration))
         if session is not None:
             session.iteration, session.skipped_iterations = view.iteration, view.skipped
             session.state.step = view.optimizer_steps
             session.gather.start()
             session.gather.finish()
 
-    def _program(self, view: View) -> tuple[Program, Program]:
-        """The program that the state is in, and the next one; who joined follows the views it has not seen."""
-        for generation in range(1, view.generation + 1):
-            if generation not in self._programs:
-                passed = view if generation == view.generation else self.member.view_of(generation)
-                self._programs[generation] = self._replan(self._programs[passed.base], passed.ranks)
-        return self._programs[view.base], self._programs[view.generation]
+    def _program(self, view: View) -> tuple[Program, Program, str]:
+        """The program that the state is in, the next one, and what there is to say of that."""
+        if view.base not in self._programs:
+            self._programs[view.base], _ = self._shared(view.base, None)
+        base, told = self._programs[view.base], None
+        if self.member.rank == min(set(view.ranks) - set(view.joined), default=-1):
+            asked = self._asked(view)
+            told = _as_text(asked, ASKED) if asked else _as_text(*self._replan.strategy(base, view.ranks))
+        program, planned = self._shared(view.generation, told)
+        self._programs[view.generation] = program
+        return base, program, planned
+
+    def _shared(self, generation: int, told: str | None) -> tuple[Program, str]:
+        """The program of a generation, from the strategy that one of its ranks has told; and what it said of it."""
+        strategy, planned = _from_text(self.member.share("strategy", told, generation))
+        ranks = self.member.view_of(generation).ranks
+        return self._replan.program(strategy, ranks), planned
 
     def _end(self) -> bool:
         """Whether all ranks have ended their work; if one was lost before, the others go on."""
@@ -364,6 +337,10 @@ class ElasticSession:
             dist.destroy_process_group()
 
 
+def _nothing_asked(view: View) -> None:
+    del view
+
+
 _JOINING = "ranks asked to join"
 
 
@@ -371,18 +348,10 @@ class _Joining(RuntimeError):
     """Ranks stop between two steps to take others in."""
 
 
-@dataclass
-class _Clock:
-    seconds: dict[str, float]
-    at: float = field(default_factory=time.perf_counter)
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.at
-        self.at = now
+def _as_text(strategy: Strategy, planned: str) -> str:
+    return base64.b64encode(pickle.dumps((strategy, planned))).decode()
 
 
-def _in_short(error: RuntimeError) -> str:
-    """`Connection reset by peer`: without the place in the library, the addresses, and the advice."""
-    text = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"\[[^\]]*\]:? *", "", text.partition(". This is")[0]).strip()[:120]
+def _from_text(text: str) -> tuple[Strategy, str]:
+    strategy, planned = pickle.loads(base64.b64decode(text))
+    return strategy, planned

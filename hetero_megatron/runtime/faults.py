@@ -13,7 +13,7 @@ from hetero_megatron.errors import RuntimeFailure
 from hetero_megatron.runtime.board import PHASES
 from hetero_megatron.runtime.sockets import Sockets, cut
 
-KINDS = ("kill", "stop", "delay", "drop")
+KINDS = ("kill", "stop", "delay", "drop", "slow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class Fault:
     """What happens to a rank when it comes to `phase` of step `iteration` for the `occurrence`-th time (from 1).
 
     `kill` is SIGKILL, `stop` SIGSTOP, `delay` a pause of `seconds`, `drop` cuts all of its connections to others.
+    `slow` makes every forward and backward pass take `factor` times as long from then on; the rank rests meanwhile, so that
+    others on the same processor are not slowed down.
     """
 
     kind: str
@@ -29,6 +31,7 @@ class Fault:
     phase: str
     occurrence: int = 1
     seconds: float = 1.0
+    factor: float = 4.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -39,9 +42,14 @@ class Fault:
 
 @dataclass
 class Faults:
-    """The faults of a run, each of which strikes once."""
+    """The faults of a run, each of which strikes once.
+
+    Attributes:
+        slowness: how many times as long as it should this process takes for a pass.
+    """
 
     planned: Sequence[Fault]
+    slowness: float = 1.0
     _seen: dict[Fault, int] = field(default_factory=dict)
 
     def strike(self, rank: int, phase: str, iteration: int, sockets: Sockets = frozenset()) -> None:
@@ -49,7 +57,9 @@ class Faults:
         for fault in self.planned:
             if (fault.rank, fault.phase, fault.iteration) == (rank, phase, iteration):
                 self._seen[fault] = self._seen.get(fault, 0) + 1
-                if self._seen[fault] == fault.occurrence:
+                if self._seen[fault] == fault.occurrence and fault.kind == "slow":
+                    self.slowness = fault.factor
+                elif self._seen[fault] == fault.occurrence:
                     _do(fault, sockets)
 
 

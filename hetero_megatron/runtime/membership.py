@@ -5,6 +5,7 @@ the first node, publishes the next view once every member has either said so or 
 step was the last that counts: the furthest that any survivor has seen agreed on by all.
 """
 
+import contextlib
 import gc
 import json
 import time
@@ -18,6 +19,13 @@ from hetero_megatron.errors import RuntimeFailure
 from hetero_megatron.runtime.board import Board
 
 _POLL_SECONDS = 0.002
+# While nothing trains yet nobody is in a hurry, and many ranks keep the store busy.
+_ENTRY_SECONDS = 0.02
+_PATIENCE = timedelta(hours=1)
+
+
+class Halted(RuntimeError):
+    """Somebody of this generation was lost while this rank waited for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,7 @@ class View:
     Attributes:
         ranks: ascending, those that joined included.
         lost: members of the generation before that are gone, why by rank.
-        joined: ranks that hold nothing yet.
+        joined: ranks that hold nothing of what the others have in the layout of `base`.
         iteration: the last step that counts; `agreed` are its numbers, with which a rank that has not heard of
             them makes its update.
         base: the generation whose layout the state is in.
@@ -109,18 +117,33 @@ class Member:
     def store(self) -> dist.TCPStore:
         """This process's connection to the store, made at first use."""
         if self._store is None:
-            self._store = connect(*self._address)
+            self._store = self.connect()
         return self._store
 
-    def enter(self) -> View:
-        """Begin to show signs of life; the first view that has this rank."""
+    def connect(self) -> dist.TCPStore:
+        """Another connection to the store."""
+        return connect(*self._address)
+
+    def enter(self) -> View | None:
+        """Begin to show signs of life; the first view that has this rank, None where training is over before."""
         # What exists by now will not be looked at when connections are collected in a hurry.
         gc.freeze()
         self._board.start_pulse(self._place)
-        while not self.store.check([f"enter/{self.rank}"]):
-            time.sleep(_POLL_SECONDS)
-        self.view = self._wait(int(self.store.get(f"enter/{self.rank}")))
+        if not self._comes(f"enter/{self.rank}"):
+            return None
+        generation = int(self.store.get(f"enter/{self.rank}"))
+        if not self._comes(f"view/{generation}"):
+            return None
+        self.view = self._wait(generation)
         return self.view
+
+    def _comes(self, key: str) -> bool:
+        """Whether there is such a key before training is over."""
+        while not self.store.check([key]):
+            if self.store.check(["trained"]):
+                return False
+            time.sleep(_ENTRY_SECONDS)
+        return True
 
     def note(self, phase: str, iteration: int) -> None:
         """Where this rank is now."""
@@ -142,6 +165,36 @@ class Member:
         """Whether somebody of this generation has stopped or is gone."""
         return bool(self.store.check([f"halt/{self.view.generation}"]))
 
+    def wait_for_all(self, what: str, ranks: Sequence[int]) -> None:
+        """Collective: until all `ranks` have come to the point `what` of this generation.
+
+        Raises:
+            Halted: one of them was lost before.
+        """
+        prefix = f"{what}/{self.view.generation}"
+        self.store.set(f"{prefix}/{self.rank}", "")
+        self._wait_unless_halted([f"{prefix}/{rank}" for rank in ranks])
+
+    def share(self, what: str, value: str | None, generation: int | None = None) -> str:
+        """Of one rank of a generation, which has the value: told to the others, who wait for it and for later ones.
+
+        Raises:
+            Halted: a rank of this generation was lost before.
+        """
+        key = f"{what}/{self.view.generation if generation is None else generation}"
+        if value is not None:
+            self.store.set(key, value)
+            return value
+        self._wait_unless_halted([key])
+        return self.store.get(key).decode()
+
+    def _wait_unless_halted(self, keys: Sequence[str]) -> None:
+        keys = list(keys)
+        while not self.store.check(keys):
+            if self.is_halted():
+                raise Halted("another rank was lost while this one waited")
+            time.sleep(self._pause)
+
     def wait_for_work(self) -> bool:
         """Of a rank without a part in the strategy: wait until the view changes (True) or training is over."""
         while True:
@@ -149,7 +202,7 @@ class Member:
                 return True
             if self.store.check(["trained"]):
                 return False
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._pause)
 
     def view_of(self, generation: int) -> View:
         """An earlier view."""
@@ -163,7 +216,7 @@ class Member:
         while not self.store.check(keys):
             if self.is_halted():
                 return False
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._pause)
         self.store.set("trained", "")
         return True
 
@@ -178,12 +231,22 @@ class Member:
 
     def _wait(self, generation: int) -> View:
         key = f"view/{generation}"
-        while not self.store.check([key]):
-            time.sleep(_POLL_SECONDS)
+        self._wait_for(key)
         view = View.from_json(self.store.get(key))
         if view.end:
             raise RuntimeFailure(view.end)
         return view
+
+    def _wait_for(self, key: str) -> None:
+        """Until the store has `key`, which then answers by itself: many ranks that ask again and again keep it busy."""
+        while not self.store.check([key]):
+            with contextlib.suppress(dist.DistStoreError):
+                self.store.wait([key], _PATIENCE)
+
+    @property
+    def _pause(self) -> float:
+        """Seconds between two questions to the store, which answers all ranks one after another."""
+        return _POLL_SECONDS * max(1, len(self.view.ranks) // 4)
 
 
 def tell(store: dist.Store) -> None:
@@ -199,6 +262,7 @@ class Coordinator:
         self._store, self._patience = store, patience_s
         self._events, self._gone, self._first, self._stopped_at = 0, dict[int, str](), 0.0, 0.0
         self._joining: list[int] = []
+        self._stopped = set[int]()
         self._without_progress = 0
         self.view = View(0, tuple(sorted(ranks)))
         for rank in ranks:
@@ -230,11 +294,10 @@ class Coordinator:
         """Members that have neither stopped nor gone, once somebody has; nobody while the run goes on."""
         if not self._first:
             return ()
-        return tuple(
-            rank
-            for rank in self.view.ranks
-            if rank not in self._gone and not self._store.check([self._key(rank)])
-        )
+        left = [rank for rank in self.view.ranks if rank not in self._gone and rank not in self._stopped]
+        # Each is asked about until it has stopped, and no longer: with many ranks that is most of the work.
+        self._stopped |= {rank for rank in left if self._store.check([self._key(rank)])}
+        return tuple(rank for rank in left if rank not in self._stopped)
 
     @property
     def halted_at(self) -> float:
@@ -264,22 +327,24 @@ class Coordinator:
         old = self.view
         survivors = [rank for rank in old.ranks if rank not in self._gone]
         told = {rank: Progress(**json.loads(self._store.get(self._key(rank)))) for rank in survivors}
-        joined = tuple(sorted(set(self._joining) - set(survivors)))
+        came = set(self._joining) - set(survivors) - set(self._gone)
         held = [each for each in told.values() if each.iteration >= 0]
+        base = max((each.base for each in held), default=0)
+        # Whoever joined a generation whose layout was never complete holds nothing still.
+        still = set(old.joined) & set(survivors) if base != old.generation else set[int]()
         end = ""
         if not held:
             end = "nobody who is left holds a part of the model"
         furthest = max(held, key=lambda each: (each.iteration, each.agreed is not None), default=Progress(0))
-        moved = furthest.iteration > old.iteration or joined
+        moved = furthest.iteration > old.iteration or came
         self._without_progress = 0 if moved else self._without_progress + 1
         if self._without_progress > 5:
             end = f"{self._without_progress} times in a row ranks have stopped without having made a step"
-        base = max((each.base for each in held), default=0)
         view = View(
             old.generation + 1,
-            tuple(sorted((*survivors, *joined))),
+            tuple(sorted((*survivors, *came))),
             {rank: self._gone[rank] for rank in old.ranks if rank in self._gone},
-            joined,
+            tuple(sorted(came | still)),
             furthest.iteration,
             None if furthest.agreed is None else tuple(furthest.agreed),
             base,
@@ -289,8 +354,8 @@ class Coordinator:
             end,
         )
         self._first = self._stopped_at = 0.0
-        self._joining = []
-        for rank in joined:
+        self._joining, self._stopped = [], set()
+        for rank in came:
             self._store.set(f"enter/{rank}", str(view.generation))
         self._publish(view)
         return view

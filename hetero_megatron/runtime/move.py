@@ -4,7 +4,7 @@ What goes where is found before the switch. Old buffers are given back as soon a
 new ones made when the first slice is about to come.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -152,10 +152,11 @@ class Moves:
         slot = slots[tensor.name.partition("@")[0]]
         return Place(flats[_kind(tensor)], slot, local_slices(moved.region, slot.full_shape, slot.bounds))
 
-    def run(self, keep: bool = False) -> Moved:
+    def run(self, keep: bool = False, amid: Callable[[], None] | None = None) -> Moved:
         """Collective over the ranks of both layouts; the new state is complete on return, but for its parameters.
 
-        With `keep`, the old master weights and moments stay, so that a switch that fails can be begun again.
+        With `keep`, the old master weights and moments stay, so that a switch that fails can be begun again. `amid` is
+        called once, when the messages of the first round are under way.
         """
         moved = Moved({}, dict.fromkeys(PHASES, 0.0))
         arenas = self._arenas()
@@ -175,6 +176,8 @@ class Moves:
                     pending = None
                 transit = Transit(wave, copies, self.world, arena, passing, moved)
                 copies = ()
+                if amid is not None and not number and not place:
+                    amid()
                 self._end(pending, keep)
                 last = place >= len(step.waves) - 1
                 pending = transit, step.release if last else ()

@@ -70,6 +70,14 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Passes:
+    """Seconds of this rank's forward and backward passes in a step: computing alone, and with collectives inside."""
+
+    compute: float = 0.0
+    whole: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """Mean loss over `valid_tokens` targets of all pipelines, 0 when there are none; equal on every rank."""
 
@@ -132,9 +140,11 @@ class Session:
         )
         self.state: State = self.stage.state
         self.sync = GradientSync(self.state, world, self.groups, self.stage.uses)
-        self.gather = ParameterGather(self.state, world, self.groups, self.stage.first_users)
+        self.gather = ParameterGather(self.state, world, self.groups, self.stage.first_users, self.clock)
         self.iteration = 0
         self.skipped_iterations = 0
+        # Of the latest step, on the host's clock.
+        self.passes = Passes()
         self.gradient_hook: GradientHook | None = None
         # Told of every phase of a step (`runtime.board.PHASES`) as it begins, with the iteration.
         self.phase_hook: PhaseHook | None = None
@@ -177,13 +187,18 @@ class Session:
         whole, batches = batches, self.stage.own_tokens(batches)
         self.stage.check_sizes(batches)
         actions = self.program.actions(self.world.rank, len(batches))
+        mark = self.clock.mark()
         agree_on_micro_batches(self.program, self.world, self.groups, whole)
+        self.clock.span("agree", "sizes", mark)
         self.state.zero_gradient()
         self.sync.begin()
         loss_sum = self._run_schedule(actions, batches)
         at = time.perf_counter()
+        self.passes = Passes(self.clock.seconds["compute"], self.clock.passes)
         self.enter("gradient sync")
+        mark = self.clock.mark() if self.sync.is_needed else None
         self.sync.finish()
+        self.clock.span("reduce", "gradients", mark)
         self.clock.add("communication", at)
         return self._finish(loss_sum, self._valid_tokens(batches), began, skip_nonfinite, votes)
 
@@ -258,17 +273,21 @@ class Session:
             (divisor,) = self._all_sum(count.clone())
             for slot in self.state.slots:
                 self.gradient_hook(slot, view(self.state.gradient, slot), divisor)
-        at = time.perf_counter()
+        at, mark = time.perf_counter(), self.clock.mark()
         numbers = torch.stack([count[0], loss_sum, squared_norm(self.state).to(count.device)])
+        self.clock.span("update", "update", mark)
         self.clock.add("compute", at)
         if self.copies is not None:
-            at = time.perf_counter()
+            at, mark = time.perf_counter(), self.clock.mark()
             self.copies.exchange()
+            self.clock.span("copies", "copies", mark)
             self.clock.add("communication", at)
         elapsed = time.perf_counter() - began
         own = numbers.new_tensor([elapsed, *(self.clock.seconds[kind] for kind in KINDS), *votes])
         self.enter("agreement")
+        mark = self.clock.mark()
         agreed = tuple(self._all_sum(torch.cat([numbers, own])))
+        self.clock.span("agree", "norm", mark)
         # From here on the step counts: every rank has its synchronised gradients, and a rank alone could go on.
         self.agreed = (self.iteration + 1, agreed)
         result = self._update(agreed, began, skip_nonfinite, self._blame)
@@ -317,12 +336,13 @@ class Session:
         if skipped:
             self.skipped_iterations += 1
         else:
-            at = time.perf_counter()
+            at, mark = time.perf_counter(), self.clock.mark()
             scale = divisor / clip_factor(norm, self.settings.clip_grad)
             self.enter("update", iteration)
             update(self.state, self.settings, lr, scale, self.adam)
             if self.copies is not None:
                 self.copies.update(lr, scale)
+            self.clock.span("update", "update", mark)
             self.clock.add("compute", at)
         self.iteration = iteration
         step = time.perf_counter() - began

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hetero_megatron.comm.steps import CommPlan
+from hetero_megatron.runtime.clock import Clock
 from hetero_megatron.runtime.exchange import Exchange
 from hetero_megatron.runtime.state import Bucket, Slots, State, span, view
 from hetero_megatron.runtime.world import Groups, World
@@ -93,6 +94,11 @@ class GradientSync:
         sides = ((state.accumulated, bucket.parameters), (state.gradient, bucket.states))
         return _route(bucket.post, world.rank, groups, sides)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to exchange."""
+        return bool(self._routes)
+
     def begin(self) -> None:
         """Forget the last step."""
         self._missing = [sum(self._uses.get(name, 0) for name in names) for names in self._names]
@@ -136,9 +142,16 @@ class GradientSync:
 class ParameterGather:
     """Pre: from the master weights to the parameters, rounded to their dtype before they travel."""
 
-    def __init__(self, state: State, world: World, groups: Groups, users: Mapping[str, nn.Module]) -> None:
-        """`users`: the first module of a forward pass that uses each parameter."""
-        self._dtype, self._device = state.compute.dtype, world.device
+    def __init__(
+        self,
+        state: State,
+        world: World,
+        groups: Groups,
+        users: Mapping[str, nn.Module],
+        clock: Clock | None = None,
+    ) -> None:
+        """`users`: the first module of a forward pass that uses each parameter; `clock` is told when a trace is made."""
+        self._dtype, self._device, self._clock = state.compute.dtype, world.device, clock or Clock()
         buckets = [] if state.compute is state.master else state.buckets
         # Autograd counts writes to a buffer, not to its parts: a bucket that arrives behind the forward pass would
         # look like a change of the weights that the pass has used. `data` is the same memory without that count.
@@ -165,6 +178,7 @@ class ParameterGather:
         here: to wait for other ranks inside a forward pass could close a circle with the pipeline's messages.
         """
         self.finish()
+        mark = self._clock.mark() if self._routes else None
         for place, route in enumerate(self._routes):
             finish, first = route.start(self._dtype, self._device), self._first[place]
             if first is None or route.exchange is None or not route.exchange.is_one_collective:
@@ -172,6 +186,7 @@ class ParameterGather:
             else:
                 hook = first.register_forward_pre_hook(lambda *_, place=place: self._arrive(place))
                 self._arriving[place] = finish, hook
+        self._clock.span("gather", "parameters", mark)
 
     def finish(self) -> None:
         """Wait for all that has not been used yet."""
@@ -181,4 +196,6 @@ class ParameterGather:
     def _arrive(self, place: int) -> None:
         finish, hook = self._arriving.pop(place)
         hook.remove()
+        mark = self._clock.mark()
         finish()
+        self._clock.span("gather", "parameters", mark)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
+def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -157,7 +158,7 @@ def test_a_run_shows_its_strategy_its_steps_and_a_summary(shown: str, recipe: st
         r"global batch size:     3 \| "
         r"lm loss: \d\.\d{6}E[+-]\d\d \| grad norm: \d+\.\d{3} \| number of skipped iterations:   0 \| "
         r"number of nan iterations:   0 \| strategy: TP2>TP1\+TP1 \| tokens/s: \d+ \| bubble: \d+\.\d% \| "
-        r"data wait \(ms\): \d+\.\d \|",
+        r"data wait \(ms\): \d+\.\d \| compute TFLOP/s: [\d.e-]+ to [\d.e-]+, slowest rank [0-3] \|",
         steps[1],
     )
     summary = shown[shown.index(steps[-1]) :]
@@ -176,6 +177,9 @@ def test_tables_fit_80_columns_when_piped(shown: str) -> None:
 def test_metrics_have_one_line_per_step_with_the_promised_fields(shown: str, recipe: str) -> None:
     found = metrics(Path(recipe).parent / "run")
     assert [line["iteration"] for line in found] == [1, 2, 3]
+    rates = [line.pop("rank_tflops", {}) for line in found]
+    assert [set(own) for own in rates] == [set(), set("0123"), set("0123")], "told a step later"
+    assert all(0 < rate < 10 for own in rates for rate in own.values())
     assert all(set(line) == FIELDS for line in found)
     assert all(math.isfinite(value) for line in found for value in line.values())
     assert found[0]["loss"] == pytest.approx(math.log(257), abs=0.1)

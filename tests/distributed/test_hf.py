@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hetero_megatron.data.dispatch import deal
 from hetero_megatron.models.hf_config import read_hf_config
 from hetero_megatron.models.hf_names import hf_name
-from hetero_megatron.models.hf_weights import hf_initial
+from hetero_megatron.models.hf_weights import HfWeights, hf_initial
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.session import Session
@@ -85,7 +85,7 @@ def test_three_steps_from_the_files_are_those_of_transformers(
     configs = {name: read_hf_config(folder) for name, folder in folders.items()}
     models = {name: Llama(config) for name, config in configs.items()}
     programs = {name: build(model, plan) for name, model in models.items()}
-    initials = {name: hf_initial(folder, configs[name]) for name, folder in folders.items()}
+    initials = {name: hf_initial(HfWeights.open(folder, configs[name])) for name, folder in folders.items()}
 
     def work(world: World) -> Any:
         return {name: one(world, name) for name in folders}

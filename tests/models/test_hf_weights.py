@@ -186,7 +186,7 @@ def test_a_part_is_the_slice_of_the_whole_and_may_be_empty(good: Path) -> None:
         part = tuple(slice(lo, hi) for lo, hi in bounds)
         assert torch.equal(weights.read(name, bounds), weights.read(name)[part])
     slot = ParameterSlot("head.weight", (96, 32), Annotation.on((0,)), ((5, 9), (0, 32)), 0, True)
-    first = hf_initial(good, config)(slot)
+    first = hf_initial(weights)(slot)
     assert first.dtype is torch.float32
     assert torch.equal(first, weights.read("head.weight")[5:9])
 

@@ -31,33 +31,25 @@ def paper(name: str) -> tuple[Costs, Strategy]:
 # Rates
 
 
-def test_the_rates_of_h800_and_h20_follow_from_the_papers_tables() -> None:
-    """A layer's forward and backward on 4096 tokens is 13.8 TFLOP; 11 of them on 4 H20 balance 38 on 4 H800 at TP4."""
+def test_a_layer_of_the_papers_model_is_13_8_tflop() -> None:
     work = Work(LLAMA_32B)
     layer = 3 * work.layer_flops(4096, 4096**2)
     assert layer == pytest.approx(13.8e12, rel=0.01)
     assert layer * 60 + 6 * work.table * 4096 == pytest.approx(4096 * flops_per_token(LLAMA_32B, 4096))
-    kinds = {kind.name: kind for kind in Cluster.of_nodes({"h800": 1, "h20": 1}).kinds}
-    h800, h20 = (sustained_flops(kinds[name], 4) for name in ("h800", "h20"))
-    assert h20 == pytest.approx(113e12)
-    assert h800 == pytest.approx(391e12, rel=0.01)
-    # 16 micro-batches, three stages of the same time: 18 slots, of which 11 layers at 113 TFLOP/s take the time.
-    slots, slot = 16 + 3 - 1, 11 * layer / (4 * h20)
-    assert slots * slot == pytest.approx(6.05, rel=0.01)
 
 
 def test_the_ratio_of_h800_to_h20_falls_with_tensor_parallelism() -> None:
     kinds = {kind.name: kind for kind in Cluster.of_nodes({"h800": 1, "h20": 1}).kinds}
     ratios = [sustained_flops(kinds["h800"], tp) / sustained_flops(kinds["h20"], tp) for tp in (1, 2, 4, 8)]
-    assert ratios == pytest.approx([4.4, 4.1, 3.45, 2.6], rel=0.01)
+    assert ratios == pytest.approx([4.0, 3.95, 3.33, 2.6], rel=0.01)
     assert ratios[2] < 990 / 148, "nominal FLOP/s would give a wrong answer"
 
 
 @pytest.mark.parametrize(("name", "measured"), [("table9_32b_16h800_32h20", 6.05), ("c4", 6.91)])
-def test_the_papers_measured_steps_come_out_within_a_tenth(name: str, measured: float) -> None:
-    """The rates were inferred from the first step, so only C4's is a prediction."""
+def test_the_papers_measured_steps_come_out_within_a_twentieth(name: str, measured: float) -> None:
+    """One rate is set for both, ratios by the layer splits: one is as much too long as the other is too short."""
     priced, strategy = paper(name)
-    assert priced.step(strategy).seconds == pytest.approx(measured, rel=0.10)
+    assert priced.step(strategy).seconds == pytest.approx(measured, rel=0.05)
 
 
 def test_every_listed_device_has_a_source_and_a_sustained_share() -> None:

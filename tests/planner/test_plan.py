@@ -39,8 +39,8 @@ SMALL = LlamaConfig(
 
 
 @lru_cache
-def planned(name: str) -> tuple[Plan, Strategy, float]:
-    """The plan, the paper's strategy and its seconds, on the devices that work in the paper's strategy's table."""
+def stated(name: str) -> tuple[Strategy, Problem, Costs]:
+    """The paper's strategy, and its problem on the devices that work in the strategy's table."""
     recipe = load_recipe(PAPER / f"{name}.yaml")
     given, cluster = recipe.make_strategy(), recipe.make_cluster()
     if given.idle_ranks:
@@ -53,7 +53,13 @@ def planned(name: str) -> tuple[Plan, Strategy, float]:
         recipe.training.seq_length,
         Choices(zero=(given.zero,)),
     )
-    costs = Costs(problem.config, cluster, seq_length=problem.seq_length)
+    return given, problem, Costs(problem.config, cluster, seq_length=problem.seq_length)
+
+
+@lru_cache
+def planned(name: str) -> tuple[Plan, Strategy, float]:
+    """The plan, the paper's strategy and its seconds."""
+    given, problem, costs = stated(name)
     return make_plan(problem, costs, Solver("none")), given, costs.step(given).seconds
 
 
@@ -82,26 +88,23 @@ def test_stages_stay_inside_nodes() -> None:
             assert len({plan.problem.cluster.node_of(rank) for rank in stage.ranks}) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in (*TABLE9, "c5", "c7") if "70b" not in name])
-def test_on_the_papers_32b_pipelines_layers_are_within_one_of_the_papers(name: str) -> None:
-    """Rates are those with which Table 9's splits balance.
-
-    C4 is not among them: with these rates 5 and 20 layers are faster than the paper's 6 and 18 or 19. Nor is C6, whose
-    odd stages have rates of their own.
-    """
-    plan, given, _ = planned(name)
-    lanes = Lanes(Prices(plan.problem, plan.costs), quick=False)
+@pytest.mark.parametrize("name", [*TABLE9, *TABLES_11_12])
+def test_on_the_papers_pipelines_level_two_gives_every_stage_the_papers_layers_or_one_more_or_less(
+    name: str,
+) -> None:
+    """Stages of one kind and degree may change places."""
+    given, problem, costs = stated(name)
+    lanes = Lanes(Prices(problem, costs), quick=False)
     for pipeline in given.pipelines:
         blocks = tuple(
-            Block(plan.problem.cluster.kind(stage.ranks[0]).name, len(stage.ranks))
-            for stage in pipeline.stages
+            Block(problem.cluster.kind(stage.ranks[0]).name, len(stage.ranks)) for stage in pipeline.stages
         )
         setting = Setting(pipeline.micro_batch_size, len(given.pipelines), given.zero)
-        loads = lanes.loads(blocks, setting, pipeline.micro_batches, "none")
-        layers = split_layers(60, loads, pipeline.micro_batches)
+        # C7's own layers need more memory than there is by our account: no limit here.
+        loads = [load.free for load in lanes.loads(blocks, setting, pipeline.micro_batches, "none")]
+        layers = split_layers(problem.config.num_layers, loads, pipeline.micro_batches)
         assert layers is not None
         own = [len(stage.layer_numbers) for stage in pipeline.stages]
-        # Equal stages may swap what does not divide.
         for block in set(blocks):
             one = sorted(n for n, b in zip(layers, blocks, strict=True) if b == block)
             other = sorted(n for n, b in zip(own, blocks, strict=True) if b == block)
@@ -135,30 +138,23 @@ def _kinds(memory: int, flops: float = 148e12) -> tuple[DeviceKind, ...]:
     return (DeviceKind("h20", memory, flops, Link("nvlink", 900.0)),)
 
 
-# The model of the shared cases: 80,416 parameters in 8 layers.
+# The model of the shared cases, of 8 layers: 80,416 parameters.
 T0 = LlamaConfig(
     num_layers=8,
     hidden_size=32,
-    ffn_hidden_size=88,
+    ffn_hidden_size=64,
     num_attention_heads=4,
     num_query_groups=2,
-    vocab_size=64,
+    vocab_size=96,
 )
 
 
 def test_a_model_that_no_memory_holds_is_refused_with_both_numbers() -> None:
-    config = next(
-        config
-        for ffn in range(16, 128)
-        for vocab in (64, 96, 97, 128)
-        for groups in (2, 4)
-        for config in [replace(T0, ffn_hidden_size=ffn, vocab_size=vocab, num_query_groups=groups)]
-        if count_parameters(config) == 80416
-    )
-    cluster = Cluster(tuple(Device(rank, "h20", 0) for rank in range(4)), _kinds(200_000))
-    costs = Costs(config, cluster, seq_length=16, precision="fp32")
+    assert count_parameters(T0) == 80_416
+    cluster = _four(200_000)
+    costs = Costs(T0, cluster, seq_length=16, precision="fp32")
     with pytest.raises(PlannerError, match="need at least 1286656 bytes, and 4 devices have 800000"):
-        make_plan(Problem(config, cluster, 4, 16), costs, Solver("none"))
+        make_plan(Problem(T0, cluster, 4, 16), costs, Solver("none"))
 
 
 def test_7_layers_on_2_devices_of_3_each_are_refused_with_both_counts() -> None:
@@ -186,39 +182,34 @@ def test_a_slow_device_with_enough_memory_is_planned() -> None:
 
 
 def test_stages_of_1_2_2_3_layers_are_judged_by_their_heaviest() -> None:
-    """12,352 / 18,560 / 18,560 / 30,944 parameters: what a limit between the average and the largest refuses."""
-    config = LlamaConfig(
-        num_layers=8,
-        hidden_size=32,
-        ffn_hidden_size=64,
-        num_attention_heads=4,
-        num_query_groups=4,
-        vocab_size=64,
-    )
-    counts = (1, 2, 2, 3)
-    ends = [0, 1, 3, 5, 8]
+    """The average, 20,104 parameters, is what an estimate for even stages would take every stage for."""
+    ends = (0, 1, 3, 5, 8)
     stages = tuple(Stage((n,), (a, b - 1)) for n, (a, b) in enumerate(pairwise(ends)))
-
-    def needs(micro_batches: int) -> tuple[Costs, Strategy]:
-        cluster = Cluster(tuple(Device(rank, "h20", 0) for rank in range(4)), _kinds(2**34))
-        strategy = Strategy((Pipeline(micro_batches, 1, stages),))
-        return Costs(config, cluster, seq_length=16, precision="fp32"), strategy
-
-    costs, eight = needs(8)
+    eight, two = (Strategy((Pipeline(count, 1, stages),)) for count in (8, 2))
+    cluster = _four(2**34)
+    costs = Costs(T0, cluster, seq_length=16, precision="fp32")
     parameters = costs.parameters(eight)
-    layer = parameters[1] // counts[1]
-    assert [parameters[n] for n in (1, 2)] == [2 * layer] * 2
-    assert parameters[3] == 3 * layer + 64 * 32 + 32
-    assert max(parameters.values()) > sum(parameters.values()) / 4 * 1.2
-    memory, _ = costs.memory(eight), None
-    average = sum(memory.values()) // 4
-    limit = (average + max(memory.values())) // 2
-    tight = Cluster(tuple(Device(rank, "h20", 0) for rank in range(4)), _kinds(limit))
-    assert price(eight, tight, costs) is None, "between the average and the heaviest is not enough"
-    held = costs.activation_bytes(eight)
-    two = costs.activation_bytes(needs(2)[1])
-    assert held[0] > two[0], "four micro-batches in flight on the first stage, or two"
-    assert held[3] == two[3], "one on the last, whatever their number"
+    assert parameters == {0: 12_352, 1: 18_560, 2: 18_560, 3: 30_944}
+    assert sum(parameters.values()) == count_parameters(T0) == 80_416 == 4 * 20_104
+    states = 16  # bytes: parameter, gradient, two moments, all in FP32
+    held = {
+        count: [parts.in_flight for parts in costs.footprint.per_rank(plan).values()]
+        for count, plan in ((8, eight), (2, two))
+    }
+    assert held == {8: [(4,), (3,), (2,), (1,)], 2: [(2,), (2,), (2,), (1,)]}
+    for plan, counts in ((eight, (4, 3, 2, 1)), (two, (2, 2, 2, 1))):
+        kept = [parts.weights[0] for parts in costs.footprint.per_rank(plan).values()]
+        assert costs.activation_bytes(plan) == {n: counts[n] * kept[n] for n in range(4)}
+    assert costs.activation_bytes(eight)[0] == 2 * costs.activation_bytes(two)[0]
+    for limit in (20_104 * states, 25_000 * states, 30_943 * states):
+        assert price(eight, _four(limit), costs) is None, "between the average and the heaviest is not enough"
+    needed = max(costs.memory(eight).values())
+    assert needed >= 30_944 * states
+    assert price(eight, _four(needed), costs) is not None
+
+
+def _four(memory: int) -> Cluster:
+    return Cluster(tuple(Device(rank, "h20", 0) for rank in range(4)), _kinds(memory))
 
 
 def test_polishing_never_makes_a_step_longer() -> None:

@@ -86,6 +86,14 @@ def test_mixed_clusters_are_planned_on(lost: tuple[int, ...]) -> None:
     assert found.best.seconds < plan.best.seconds * 2
 
 
+def test_a_plan_of_several_pipelines_without_zero_outlives_every_node() -> None:
+    plan = c4()
+    cluster = plan.problem.cluster
+    for node in {device.node for device in cluster.devices}:
+        own = [device.rank for device in cluster.devices if device.node == node]
+        assert lost_layers(plan.strategy, CONFIG.num_layers, own) == ()
+
+
 def test_it_is_much_faster_than_planning_anew() -> None:
     """At most 0.2 s on an idle machine; here, a share of what planning takes."""
     plan = c4()
