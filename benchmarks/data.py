@@ -40,7 +40,7 @@ def run_of(packing: str, workers: int, folder: str) -> Run:
 
 
 def loader_of(run: Run) -> Loader:
-    loader = run.data.loader(run.program, 0, run.start.position)
+    loader = run.loader(0, run.start.position)
     loader.start()
     return loader
 

@@ -31,6 +31,7 @@ class LoadedStep:
         padding: filler tokens in `batches`.
         report: how the step is shared over all pipelines, where documents are dispatched by a cost.
         strategy: the number of the strategy that the step takes, of several in one run.
+        lengths: of the step's documents, over all pipelines, where they are shared by length.
     """
 
     batches: list[MicroBatch]
@@ -41,6 +42,7 @@ class LoadedStep:
     padding: int
     report: DispatchReport | None = None
     strategy: int = 0
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class PreparedStep:
     batches: list[PackedTokens]
     report: DispatchReport | None
     strategy: int = 0
+    lengths: tuple[int, ...] = ()
 
 
 Place = tuple[int, int] | None
@@ -151,6 +154,7 @@ class Loader:
             padding,
             prepared.report,
             prepared.strategy,
+            prepared.lengths,
         )
 
     def _take(self) -> PreparedStep | None:
@@ -187,7 +191,7 @@ class Loader:
                 share = self.dispatch.share(step)
                 place = self.places[share.strategy]
                 batches = prepare(self.dispatch, share, *place) if place else []
-                yield PreparedStep(step, batches, share.report, share.strategy)
+                yield PreparedStep(step, batches, share.report, share.strategy, share.lengths)
 
     def _decided(self) -> Iterator[StepSamples]:
         """All steps from `position` on, decided on in blocks: what a block takes follows from where the run starts."""

@@ -21,12 +21,14 @@ Unit = tuple[int, int | None]
 class Share:
     """What each pipeline takes of a step: units per micro-batch; how well it is balanced, where a cost says so.
 
-    `strategy`: whose pipelines these are, the number of one of several strategies of a run.
+    `strategy`: whose pipelines these are, the number of one of several strategies of a run. `lengths`: of the step's
+    documents, where they are shared by length.
     """
 
     pipelines: tuple[tuple[tuple[Unit, ...], ...], ...]
     report: DispatchReport | None = None
     strategy: int = 0
+    lengths: tuple[int, ...] = ()
 
 
 class Packing(Protocol):
@@ -115,7 +117,7 @@ class DocumentPacking:
         """The step's documents, balanced over pipelines and micro-batches."""
         units, sizes = pieces_of(self.samples, step, self.seq_length)
         shared = dispatch(sizes, self.lanes, self.cost, lambda unit: f"sample {units[unit][0]}")
-        return Share(units_of(shared.pipelines, units), shared.report)
+        return Share(units_of(shared.pipelines, units), shared.report, lengths=tuple(sizes))
 
 
 def pieces_of(samples: Samples, step: StepSamples, seq_length: int) -> tuple[list[Unit], list[int]]:

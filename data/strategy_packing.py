@@ -55,8 +55,10 @@ class StrategyPacking:
         pieces = [pieces_of(self.samples, step, self.seq_length) for step in steps]
         found = self.chooser.choose_many([sizes for _, sizes in pieces], self._last)
         self._shares = {
-            step.iteration: Share(units_of(chosen.pipelines, units), chosen.report, chosen.strategy)
-            for step, (units, _), chosen in zip(steps, pieces, found, strict=True)
+            step.iteration: Share(
+                units_of(chosen.pipelines, units), chosen.report, chosen.strategy, tuple(sizes)
+            )
+            for step, (units, sizes), chosen in zip(steps, pieces, found, strict=True)
         }
         self._last = found[-1].strategy
 

@@ -198,7 +198,7 @@ class _Rank:
             # A process that has started CUDA cannot be forked any more.
             workers = 0 if run.device == "cuda" else None
             position = self._position(session.iteration)
-            loader = stack.enter_context(run.data.loader(run.program, session.world.rank, position, workers))
+            loader = stack.enter_context(run.loader(session.world.rank, position, workers))
             journal = stack.enter_context(Journal.kept(shown, session))
             for recovery in elastic.recoveries[self._told :]:
                 journal.say(f"{recovery}; {short_strategy(run.program.strategy)}")

@@ -1,24 +1,31 @@
 """What a run leaves behind of its steps: log lines, metrics, and a summary at its end; by the lowest rank only."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 from hetero_megatron.data.loader import LoadedStep
-from hetero_megatron.metrics import Metrics, StepFacts, peak_memory_bytes, run_facts
+from hetero_megatron.metrics import Metrics, StepFacts, Turn, peak_memory_bytes, run_facts
 from hetero_megatron.models.config import flops_per_token
 from hetero_megatron.pace import Pace
 from hetero_megatron.report import RunProgress, RunSummary, log_line, short_strategy, validation_line
 from hetero_megatron.run import Run
 from hetero_megatron.runtime.session import Evaluation, Session, StepResult
+from hetero_megatron.runtime.switch import SwitchReport
 
 
 class Journal:
-    """The journal of one rank; those that do not lead write nothing."""
+    """The journal of one rank; those that do not lead write nothing.
+
+    Attributes:
+        session: the one that trains.
+    """
 
     def __init__(self, run: Run, session: Session, progress: RunProgress, metrics: Metrics | None) -> None:
-        self._run, self._session, self._progress, self._metrics = run, session, progress, metrics
+        self._run, self.session, self._progress, self._metrics = run, session, progress, metrics
         self._summary = RunSummary(_flops_per_token(run))
-        self._strategy = short_strategy(run.program.strategy)
+        self._names, self._strategies = list(run.programs), strategy_texts(run)
+        self._switch_seconds = 0.0
         self._in_trouble = False
         self.pace: Pace | None = None
 
@@ -33,7 +40,7 @@ class Journal:
             if leads:
                 facts = run_facts(
                     run.recipe.model_dump(mode="json"),
-                    short_strategy(run.program.strategy),
+                    "; ".join(strategy_texts(run)),
                     run.kernels.names,
                 )
                 made = Metrics(
@@ -54,6 +61,12 @@ class Journal:
         """One line for people."""
         self._progress.log(text)
 
+    def switched(self, before: str, after: str, report: SwitchReport) -> None:
+        """Another strategy trains from now on, or measures."""
+        self._switch_seconds += report.seconds["total"]
+        self._summary.switched(report.seconds["total"])
+        self.say(f"  strategy {before} -> {after}: {report}")
+
     def step(
         self,
         result: StepResult,
@@ -64,7 +77,9 @@ class Journal:
     ) -> None:
         """A step is done, and what was measured after it."""
         every = self._run.recipe.training.log_interval
-        self._summary.add(result, loaded.wait_seconds)
+        several = len(self._names) > 1
+        number = loaded.strategy
+        self._summary.add(result, loaded.wait_seconds, self._names[number] if several else "")
         self._progress.advance(result)
         padding = loaded.padding / max(1, loaded.tokens + loaded.padding)
         if loaded.report is not None:
@@ -77,10 +92,14 @@ class Journal:
             padding,
             loaded.wait_seconds,
             measured,
-            peak_memory_bytes(self._session.world.device),
+            peak_memory_bytes(self.session.world.device),
             note,
+            loaded.lengths,
+            Turn(number, self._names[number], self._switch_seconds) if several else None,
             rates,
+            time.time(),
         )
+        self._switch_seconds = 0.0
         if self._metrics is not None:
             self._metrics.step(result, facts)
             self._tell_trouble(self._metrics.trouble)
@@ -90,8 +109,8 @@ class Journal:
                     result,
                     self._run.settings.train_iters,
                     loaded.samples.count,
-                    self._session.skipped_iterations,
-                    self._strategy,
+                    self.session.skipped_iterations,
+                    self._strategies[number],
                     loaded.position.sample,
                     loaded.wait_seconds,
                     rates,
@@ -113,7 +132,7 @@ class Journal:
         """The run is over: complete, or after the step in which someone was asked to stop."""
         if self._metrics is None:
             return
-        iteration, last = self._session.iteration, self._run.settings.train_iters
+        iteration, last = self.session.iteration, self._run.settings.train_iters
         if iteration == self._run.start.iteration and not asked:
             key = "train_iters" if self._run.recipe.training.train_iters else "train_epochs"
             self.say(
@@ -129,6 +148,15 @@ class Journal:
         if self._metrics.trouble:
             self.say(f"WARNING: {self._metrics.trouble}; the last steps are missing there")
         self._summary.print(self._run.folder)
+
+
+def strategy_texts(run: Run) -> list[str]:
+    """The strategies of a run by number, each in a word; with their names where there are several."""
+    several = len(run.programs) > 1
+    return [
+        f"{name} {short_strategy(program.strategy)}" if several else short_strategy(program.strategy)
+        for name, program in run.programs.items()
+    ]
 
 
 def _measured(pace: Pace | None) -> dict[int, float]:

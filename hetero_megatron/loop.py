@@ -19,6 +19,7 @@ from hetero_megatron.runtime.session import Evaluation, Session, StepResult
 from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.stragglers import Watch
 from hetero_megatron.tracing import Tracer
+from hetero_megatron.turns import Turns
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
 Told = Callable[[StepResult, LoadedStep, Evaluation | None, str | None, int], None]
@@ -85,6 +86,7 @@ class Loop:
     Attributes:
         facts: what a checkpoint says besides where the run stands: recipe, settings, identity of the data.
         held_out: this rank's micro-batches of every evaluation step.
+        turns: who changes the strategy before a step, where there are several.
         newcomers: whether ranks wait to be taken in; `make_way` leaves the loop for them, between two steps.
         tracer, pace, watch: what records steps, measures ranks, and looks at what was measured.
     """
@@ -101,6 +103,7 @@ class Loop:
     checkpoint: CheckpointSection
     evaluation: EvaluationSection | None = None
     held_out: Sequence[Sequence[MicroBatch]] = ()
+    turns: Turns | None = None
     newcomers: Callable[[], bool] = _no_newcomers
     make_way: Callable[[], None] = _make_no_way
     tracer: Tracer | None = None
@@ -141,7 +144,9 @@ class Loop:
         return (self.request.signal or "a signal to another rank") if asked else ""
 
     def _step(self, loaded: LoadedStep) -> StepResult:
-        """One step, measured and traced where that is asked for."""
+        """One step under its strategy, measured and traced where that is asked for."""
+        if self.turns is not None:
+            self.session = self.turns.take(loaded.strategy)
         own = (float(bool(self.request)), *self.saver.votes(), float(self.newcomers()))
         told = () if self.pace is None else self.pace.votes(self.session)
         if self.tracer is not None:
@@ -199,6 +204,8 @@ class Loop:
 
     def _evaluate(self) -> Evaluation:
         """The loss over all held-out micro-batches, each token with the same weight."""
+        if self.turns is not None:
+            self.session = self.turns.evaluate()
         return Evaluation.of([self.session.evaluate(batches) for batches in self.held_out])
 
     def _save(self, position: DataPosition) -> Saved | Failed | None:

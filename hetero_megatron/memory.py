@@ -276,7 +276,9 @@ def _remedies(
         # Master weights, moments and gradients in the states' layout: 16 bytes per element, cut in `copies`.
         found.append(("zero: 1", states.master + states.moments - 2 * states.moments // copies))
     if not strategy.offload_optimizer:
-        found.append(("offload_optimizer: true", states.master + states.moments))
+        # The gradients in the states' layout, where they are apart, leave the device too.
+        apart = states.gradients - FP32 * states.parameters // sizes.numbers.item
+        found.append(("offload_optimizer: true", states.master + states.moments + apart))
     if pipeline.micro_batch_size > 1:
         size = pipeline.micro_batch_size
         per_token = parts.activations + parts.buffers + parts.temporary

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from io import RawIOBase
@@ -24,7 +24,9 @@ from hetero_megatron.errors import RecipeError, RuntimeFailure
 from hetero_megatron.runtime.clock import KINDS
 from hetero_megatron.runtime.session import Evaluation, StepResult
 
-Value = float | int | str | dict[str, float] | None
+ByLength = dict[str, list[int]]
+"""Documents and their tokens, by the power of two up to which they are long: {"256": [3, 540]}."""
+Value = float | int | str | dict[str, float] | ByLength | None
 METRICS, RUN = "metrics.jsonl", "run.json"
 LARGEST_EXPONENT = 20
 """A perplexity is exp of at most this, as Megatron prints it."""
@@ -41,6 +43,15 @@ TAGS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """Which of several strategies made a step, and what switches took since the step before; number and name."""
+
+    number: int
+    strategy: str
+    switch_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepFacts:
     """What the trainer knows of a step beside its StepResult.
 
@@ -52,7 +63,10 @@ class StepFacts:
         evaluation: what was measured after the step.
         peak_memory_bytes: of this rank's GPU so far (`peak_memory_bytes`).
         note: what is worth reading later, such as a loss spike.
+        lengths: of the step's documents, where they are shared by length.
+        turn: of a run with several strategies.
         rates: FLOP/s of each rank while it computed, in the step before; those that are known.
+        at: when the step counted and was done on this rank (`time.time`).
     """
 
     first_sample: int
@@ -63,7 +77,10 @@ class StepFacts:
     evaluation: Evaluation | None = None
     peak_memory_bytes: int | None = None
     note: str | None = None
+    lengths: Sequence[int] = ()
+    turn: Turn | None = None
     rates: Mapping[int, float] = field(default_factory=dict)
+    at: float | None = None
 
 
 def perplexity(loss: float) -> float:
@@ -102,14 +119,37 @@ def step_values(result: StepResult, facts: StepFacts, flops_per_token: int, devi
         values["evaluation_tokens"] = facts.evaluation.valid_tokens
     if facts.peak_memory_bytes is not None:
         values["peak_memory_bytes"] = facts.peak_memory_bytes
+    if facts.lengths:
+        values["longest_document"] = max(facts.lengths)
+        values["lengths"] = by_length(facts.lengths)
+    if facts.turn is not None:
+        values["strategy"] = facts.turn.strategy
+        values["strategy_number"] = facts.turn.number
+        values["switch_seconds"] = facts.turn.switch_seconds
     if facts.rates:
         values["rank_tflops"] = {str(rank): rate / 1e12 for rank, rate in facts.rates.items()}
     if facts.note:
         values["note"] = facts.note
+    if facts.at is not None:
+        values["time"] = facts.at
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
     }
+
+
+def by_length(lengths: Sequence[int]) -> ByLength:
+    """How many documents, and tokens in them, there are of each length.
+
+    >>> by_length([3, 4, 5, 100])
+    {'4': [2, 7], '8': [1, 5], '128': [1, 100]}
+    """
+    found: dict[int, list[int]] = {}
+    for length in lengths:
+        entry = found.setdefault(1 << max(0, length - 1).bit_length(), [0, 0])
+        entry[0] += 1
+        entry[1] += length
+    return {str(end): found[end] for end in sorted(found)}
 
 
 def run_facts(recipe: Mapping[str, Any], strategy: str, kernels: Mapping[str, str]) -> dict[str, Any]:

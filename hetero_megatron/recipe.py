@@ -22,7 +22,8 @@ from hetero_megatron.errors import HeteroError, RecipeError
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.hf_weights import HfWeights
 from hetero_megatron.planner.chooser import NamedStrategy
-from hetero_megatron.recipe_check import check_recipe, check_rows
+from hetero_megatron.planner.plan import Plan
+from hetero_megatron.recipe_check import check_recipe, check_rows, longest_document
 from hetero_megatron.recipe_data import corpus_settings, refuse_no_folder
 from hetero_megatron.recipe_elastic import ElasticSection, FaultSection
 from hetero_megatron.recipe_model import ModelSection, make_config
@@ -36,6 +37,7 @@ from hetero_megatron.recipe_sections import (
     LoggingSection,
     NodesSection,
     OutputSection,
+    PlanningSection,
     Section,
     SourceSection,
     TrainingSection,
@@ -49,6 +51,8 @@ from hetero_megatron.strategy import Strategy
 # A section written as bare text means this key of it.
 SHORTHANDS = {"model": "preset", "output": "folder", "data": "folder"}
 MOST_ERRORS = 5
+ONLY = "only"
+"""The name of a strategy that is no list's."""
 
 
 def _expanded(section: str) -> BeforeValidator:
@@ -78,7 +82,7 @@ def _auto(value: object) -> object:
 
 
 class Recipe(Section):
-    """One run: model, cluster, strategy, data, training, kernels, evaluation, checkpoint, logging, output, elastic.
+    """One run: its sections, of which model, strategy and training have no default.
 
     >>> recipe = load_recipe("recipes/quickstart.yaml", ["training.train_iters=100"])
     """
@@ -101,8 +105,9 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
     elastic: ElasticSection = ElasticSection()
+    planning: PlanningSection = PlanningSection()
     _file: str = PrivateAttr("recipe")
-    _chosen: Strategy | None = PrivateAttr(None)
+    _chosen: Plan | None = PrivateAttr(None)
     _weights: HfWeights | None = PrivateAttr(None)
 
     @field_validator("evaluation")
@@ -181,6 +186,11 @@ class Recipe(Section):
         """
         return self._strategy(self.strategy.several[0] if self.strategy.several else self.strategy)
 
+    @property
+    def plan(self) -> Plan | None:
+        """What the planner made of `strategy: auto`, once it was asked."""
+        return self._chosen
+
     def make_strategies(self) -> tuple[NamedStrategy, ...]:
         """All strategies of a run that switches between several by the documents of each step; the one, named `only`.
 
@@ -188,11 +198,20 @@ class Recipe(Section):
             RecipeError: a plan file does not do.
         """
         if self.strategy.several is None:
-            return (NamedStrategy("only", self.make_strategy()),)
+            return (NamedStrategy(ONLY, self.make_strategy()),)
         return tuple(
             NamedStrategy(section.name or "", self._strategy(section), section.max_length)
             for section in self.strategy.several
         )
+
+    @property
+    def evaluates(self) -> int:
+        """The number of the strategy that evaluation takes: the first that takes documents of seq_length tokens."""
+        if self.strategy.several is None:
+            return 0
+        length = self.training.seq_length
+        longest = [longest_document(each, length) for each in self.make_strategies()]
+        return next((number for number, held in enumerate(longest) if held >= length), 0)
 
     def refuse_unfit(self, strategy: Strategy, ranks: Iterable[int]) -> None:
         """Refuse a strategy for `ranks` that does not fit this run's model or its steps.
@@ -225,8 +244,8 @@ class Recipe(Section):
     def _strategy(self, section: StrategySection) -> Strategy:
         if section.auto:
             if self._chosen is None:
-                self._chosen = plan_recipe(self).strategy
-            return self._chosen
+                self._chosen = plan_recipe(self)
+            return self._chosen.strategy
         return strategy_of(section, self.make_config())
 
     def open_sources(
@@ -347,6 +366,7 @@ def _homes() -> dict[str, str]:
         "logging": LoggingSection,
         "data.sources[]": SourceSection,
         "output": OutputSection,
+        "planning": PlanningSection,
         "elastic": ElasticSection,
         "elastic.faults[]": FaultSection,
         "the top level": Recipe,

@@ -6,6 +6,8 @@ from hetero_megatron.cluster import Cluster, ranges_text
 from hetero_megatron.data.dispatch import deal
 from hetero_megatron.errors import HeteroError, RecipeError
 from hetero_megatron.models.config import LlamaConfig
+from hetero_megatron.planner.chooser import NamedStrategy
+from hetero_megatron.profile_file import profiles_of
 from hetero_megatron.recipe_data import check_tokens
 from hetero_megatron.recipe_refusals import in_section
 from hetero_megatron.strategy import Strategy
@@ -35,6 +37,8 @@ def check_recipe(recipe: "Recipe") -> None:
         recipe.open_weights()
     with in_section("cluster"):
         cluster = recipe.make_cluster()
+    if recipe.planning.profile is not None:
+        profiles_of(recipe)
     with in_section("strategy"):
         strategy = recipe.make_strategy()
         strategy.check(config.facts, cluster.ranks)
@@ -45,7 +49,8 @@ def check_recipe(recipe: "Recipe") -> None:
     )
     in_rows = [name for name, section in sections.items() if section.packing == "rows"]
     if in_rows:
-        check_rows(recipe, strategy, in_rows[0])
+        # Of several strategies rows are for the one that evaluation takes: to train on, they need documents.
+        check_rows(recipe, recipe.make_strategies()[recipe.evaluates].strategy, in_rows[0])
 
 
 def _check_several(recipe: "Recipe", config: LlamaConfig, cluster: Cluster) -> None:
@@ -57,13 +62,23 @@ def _check_several(recipe: "Recipe", config: LlamaConfig, cluster: Cluster) -> N
             "several strategies are chosen by the lengths of a step's documents, and data.packing rows has none; use "
             "packing: documents, or one strategy"
         )
+    if recipe.elastic.stragglers != "ignore":
+        raise RecipeError(
+            f"elastic.stragglers: {recipe.elastic.stragglers} plans one strategy for the measured speeds, and the recipe has "
+            "several; leave it out, or write one strategy"
+        )
     named = recipe.make_strategies()
     for each in named:
         try:
             each.strategy.check(config.facts, cluster.ranks)
         except HeteroError as error:
             raise RecipeError(f"strategy {each.name!r}: {error}") from error
-        for what in ("ranks", "zero"):
+        if each.strategy.schedule_tasks:
+            raise RecipeError(
+                f"strategy {each.name!r}: schedule {each.strategy.schedule} is for one number of micro-batches, and the "
+                "documents of a step decide how many there are; use a schedule by name"
+            )
+        for what in ("ranks", "zero", "offload_optimizer"):
             first, own = getattr(named[0].strategy, what), getattr(each.strategy, what)
             if first != own:
                 told = [ranges_text(value) if what == "ranks" else value for value in (first, own)]
@@ -71,17 +86,18 @@ def _check_several(recipe: "Recipe", config: LlamaConfig, cluster: Cluster) -> N
                     f"strategies {named[0].name!r} and {each.name!r} have {what} {told[0]} and {told[1]}; optimizer "
                     f"states stay where they are when the strategy changes, so all need the same {what}"
                 )
-    longest = max(
-        min(each.max_length or tokens, tokens)
-        for each in named
-        for pipeline in each.strategy.pipelines
-        for tokens in [pipeline.tokens(recipe.training.seq_length)]
-    )
+    longest = max(longest_document(each, recipe.training.seq_length) for each in named)
     if longest < recipe.training.seq_length:
         raise RecipeError(
             f"no strategy takes a document of training.seq_length {recipe.training.seq_length} tokens: they hold up to "
             f"{longest}; raise max_length and max_tokens of one, or lower seq_length"
         )
+
+
+def longest_document(named: NamedStrategy, seq_length: int) -> int:
+    """The longest document that a strategy of several takes, in tokens."""
+    tokens = max(pipeline.tokens(seq_length) for pipeline in named.strategy.pipelines)
+    return min(named.max_length or tokens, tokens)
 
 
 def check_rows(recipe: "Recipe", strategy: Strategy, section: str) -> None:

@@ -256,6 +256,15 @@ class LoggingSection(Section):
         return value
 
 
+class PlanningSection(Section):
+    """What the planner goes by: for `strategy: auto`, among several strategies, after a loss, about slow ranks.
+
+    `profile`: a file with times that `profile` has measured, in place of published figures.
+    """
+
+    profile: str | None = None
+
+
 class OutputSection(Section):
     """The run's folder, relative to the folder in which the command runs."""
 

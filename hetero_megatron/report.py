@@ -222,11 +222,15 @@ class RunSummary:
         self.skipped = 0
         self.data_wait_seconds = 0.0
         self.seconds = dict.fromkeys((*KINDS, "step"), 0.0)
+        self.turns: dict[str, list[float]] = {}
+        self.switches: list[float] = []
         self._first: int | None = None
         self._last = 0
 
-    def add(self, result: StepResult, data_wait_seconds: float = 0.0) -> None:
-        """Count one step, and how long it waited for its data before it began."""
+    def add(self, result: StepResult, data_wait_seconds: float = 0.0, strategy: str = "") -> None:
+        """Count one step, how long it waited for its data before it began, and by which of several strategies it was."""
+        if strategy:
+            self.turns.setdefault(strategy, []).append(result.seconds["step"])
         if result.skipped:
             self.skipped += 1
         else:
@@ -236,6 +240,10 @@ class RunSummary:
         self.data_wait_seconds += data_wait_seconds
         for kind in self.seconds:
             self.seconds[kind] += result.seconds[kind]
+
+    def switched(self, seconds: float) -> None:
+        """Count one change of strategy."""
+        self.switches.append(seconds)
 
     def evaluated(self, iteration: int, evaluation: Evaluation) -> None:
         """Note what was measured after a step."""
@@ -259,6 +267,8 @@ class RunSummary:
         if self.data_wait_seconds >= 0.05:
             table.add_row("waited for data, this rank", f"{self.data_wait_seconds:.1f} s")
         table.add_row("steps", self._steps())
+        if self.turns:
+            table.add_row("strategies", self._turns())
         console = Console()
         console.print(table)
         # Outside the table, which would cut a long path.
@@ -274,6 +284,16 @@ class RunSummary:
         if best.loss < last.loss:
             text += f"\n{best.loss:.4f} at best, after step {best_iteration}"
         return text
+
+    def _turns(self) -> str:
+        """How many steps each strategy made, and what the switches took."""
+        lines = [
+            f"{name}: {len(took)} steps, {sum(took) / len(took):.3f} s each"
+            for name, took in self.turns.items()
+        ]
+        whole = self.seconds["step"] + sum(self.switches)
+        share = f", {100 * sum(self.switches) / whole:.1f}% of the time" if self.switches else ""
+        return "\n".join([*lines, f"{len(self.switches)} switches in {sum(self.switches):.3f} s{share}"])
 
     def _steps(self) -> str:
         # A run that began anew says only how many steps it made.

@@ -16,13 +16,14 @@ from rich.console import Console
 
 from hetero_megatron.data.loader import Loader
 from hetero_megatron.errors import HeteroError, StrategyError
-from hetero_megatron.journal import Journal
+from hetero_megatron.journal import Journal, strategy_texts
 from hetero_megatron.layers.initial import initial_value, initial_values
 from hetero_megatron.loop import Loop, Memory
 from hetero_megatron.models.hf_weights import hf_initial
+from hetero_megatron.models.llama import Llama
 from hetero_megatron.pace import Pace
 from hetero_megatron.recipe import Recipe, load_recipe
-from hetero_megatron.report import short_strategy, strategy_table
+from hetero_megatron.report import strategy_table
 from hetero_megatron.run import DTYPES, Run, prepare
 from hetero_megatron.runtime.agree import agree_on_kernels
 from hetero_megatron.runtime.checkpoint import Saver
@@ -36,9 +37,11 @@ from hetero_megatron.runtime.launch import (
 from hetero_megatron.runtime.session import Session
 from hetero_megatron.runtime.state import ParameterSlot
 from hetero_megatron.runtime.stopping import StopRequest
+from hetero_megatron.runtime.switcher import Switcher
 from hetero_megatron.runtime.world import World
 from hetero_megatron.stragglers import Watch
 from hetero_megatron.tracing import Tracer
+from hetero_megatron.turns import Turns
 from hetero_megatron.watch import SkipWatch, SpikeWatch
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
 
 def start_session(run: Run, world: World) -> Session:
     """A Session with the weights of a checkpoint, of a Hugging Face folder, or with initial ones by name and index."""
-    saved, training = run.start.saved, run.recipe.training
+    training = run.recipe.training
     agree_on_kernels(world, run.kernels.names)
     session = Session(
         run.program,
@@ -59,9 +62,34 @@ def start_session(run: Run, world: World) -> Session:
         run.kernels.load(),
         training.bucket_size,
     )
-    if saved:
-        saved.restore(session, say=world.once(print))
+    _restore(run, session)
     return session
+
+
+def start_switcher(run: Run, world: World) -> Switcher:
+    """A session for each of several strategies, as `start_session`; the first one's has the weights."""
+    training = run.recipe.training
+    agree_on_kernels(world, run.kernels.names)
+    switcher = Switcher(
+        run.programs,
+        world,
+        lambda: dict(Llama(run.config).named_modules()),
+        initial_of(run, world.device),
+        run.settings,
+        DTYPES[training.precision],
+        run.kernels.load(),
+        training.bucket_size,
+        share_states=True,
+    )
+    switcher.prepare()
+    if switcher.session is not None:
+        _restore(run, switcher.session)
+    return switcher
+
+
+def _restore(run: Run, session: Session) -> None:
+    if run.start.saved:
+        run.start.saved.restore(session, say=session.world.once(print))
 
 
 def initial_of(run: Run, device: torch.device) -> Callable[[ParameterSlot], torch.Tensor]:
@@ -81,11 +109,14 @@ def initial_of(run: Run, device: torch.device) -> Callable[[ParameterSlot], torc
 
 def train_rank(run: Run, world: World, loader: Loader, request: StopRequest) -> None:
     """Train on this rank; the lowest rank writes the log and the metrics and prints the summary."""
-    session = start_session(run, world)
+    switcher = start_switcher(run, world) if len(run.programs) > 1 else None
+    session = switcher.session if switcher is not None else start_session(run, world)
+    assert session is not None, "strategies that share states have the same ranks"
     with Journal.kept(run, session) as journal:
-        loop = loop_of(
-            run, session, loader, saver_of(run, session, journal), request, memory_of(run), journal
-        )
+        saver = saver_of(run, session, journal)
+        loop = loop_of(run, session, loader, saver, request, memory_of(run), journal)
+        if switcher is not None:
+            loop.turns = Turns(switcher, saver, journal, run.evaluates)
         journal.end(loop.run())
 
 
@@ -151,7 +182,7 @@ def facts_of(run: Run) -> dict[str, object]:
         "identity": run.identity,
         "model": dataclasses.asdict(run.config),
         "recipe": run.recipe.model_dump(mode="json"),
-        "strategy": short_strategy(run.program.strategy),
+        "strategy": "; ".join(strategy_texts(run)),
     }
 
 
@@ -168,7 +199,7 @@ def start(run: Run, environment: Mapping[str, str], elastic: "Place | None" = No
     """
     if elastic is None and "RANK" in environment and "WORLD_SIZE" in environment:
         with run.recipe.named():
-            refuse_change_without_elastic(run.recipe, False)
+            refuse_stragglers(run.recipe, False)
             pretrain_under_launcher(
                 run,
                 int(environment["RANK"]),
@@ -177,20 +208,31 @@ def start(run: Run, environment: Mapping[str, str], elastic: "Place | None" = No
             )
         return 0
     with run.recipe.named():
-        refuse_change_without_elastic(run.recipe, elastic is not None)
+        refuse_stragglers(run.recipe, elastic is not None)
         if elastic is not None:
+            if len(run.programs) > 1:
+                raise StrategyError(
+                    f"strategy: an elastic run has one strategy, and this recipe has {', '.join(run.programs)}; leave "
+                    "--elastic out, or write one of them in the place of the list"
+                )
             from hetero_megatron.elastic import pretrain_elastic
 
             return pretrain_elastic(run, elastic)
         return pretrain(run)
 
 
-def refuse_change_without_elastic(recipe: Recipe, elastic: bool) -> None:
-    """Only an elastic run can change its strategy for measured speeds.
+def refuse_stragglers(recipe: Recipe, elastic: bool) -> None:
+    """Only an elastic run can change its strategy for measured speeds, and there is a plan for one strategy only.
 
     Raises:
         StrategyError: the recipe asks another run to.
     """
+    several = recipe.strategy.several
+    if recipe.elastic.stragglers != "ignore" and several is not None:
+        raise StrategyError(
+            f"elastic.stragglers: {recipe.elastic.stragglers} looks for one strategy, and this recipe has {len(several)} "
+            "that take turns; leave it at ignore"
+        )
     if recipe.elastic.stragglers == "replan" and not elastic:
         raise StrategyError(
             "elastic.stragglers: replan changes the strategy of an elastic run; start it with `pretrain --elastic`, or let "
@@ -205,10 +247,10 @@ def pretrain(run: Run) -> int:
         StrategyError: this machine has fewer GPUs than the strategy has ranks.
     """
     torch.set_num_threads(1)
-    strategy = run.program.strategy
-    ranks = strategy.ranks
+    strategies = [program.strategy for program in run.programs.values()]
+    ranks = strategies[0].ranks
     check_gpus(run.device, len(ranks))
-    preload(any(stage.recompute for pipeline in strategy.pipelines for stage in pipeline.stages))
+    preload(any(stage.recompute for each in strategies for p in each.pipelines for stage in p.stages))
     announce(run)
 
     request = StopRequest()
@@ -249,7 +291,7 @@ def pretrain_under_launcher(run: Run, index: int, local_index: int, processes: i
 def _work(run: Run, rendezvous: Rendezvous | None, rank: int, local_index: int, request: StopRequest) -> None:
     """The life of one rank; its data workers are forked before it has a connection to anyone."""
     with contextlib.ExitStack() as stack:
-        loader = stack.enter_context(run.data.loader(run.program, rank, run.start.position))
+        loader = stack.enter_context(run.loader(rank, run.start.position))
         world = _join(run, rendezvous, local_index)
         agreed = run.agreed(world)
         if agreed is not run:
@@ -257,7 +299,7 @@ def _work(run: Run, rendezvous: Rendezvous | None, rank: int, local_index: int, 
             # A process that has started CUDA cannot be forked any more.
             workers = 0 if run.device == "cuda" else None
             position = agreed.start.position
-            loader = stack.enter_context(agreed.data.loader(run.program, rank, position, workers))
+            loader = stack.enter_context(agreed.loader(rank, position, workers))
         train_rank(agreed, world, loader, request)
         world.leave()
 
@@ -272,11 +314,14 @@ def _join(run: Run, rendezvous: Rendezvous | None, local_index: int) -> World:
 def announce(run: Run) -> None:
     """Print what is fixed before the first step: who does what, and with which kernels."""
     console = Console()
-    console.print(strategy_table(run.program.strategy))
+    for name, program in run.programs.items():
+        if len(run.programs) > 1:
+            console.print(f"{name}:", markup=False, highlight=False)
+        console.print(strategy_table(program.strategy))
     console.print(str(run.kernels), soft_wrap=True, markup=False, highlight=False)
     if run.kernels.adam is None:
         console.print(f"optimizer: {run.settings.name}", highlight=False)
-    if run.program.strategy.has_ring:
+    if any(program.strategy.has_ring for program in run.programs.values()):
         console.print("ring attention, where cp > 1: torch's kernels block by block", highlight=False)
     for notice in run.notices:
         console.print(notice, soft_wrap=True, markup=False, highlight=False)

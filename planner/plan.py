@@ -18,11 +18,14 @@ from hetero_megatron.planner.problem import Problem
 from hetero_megatron.planner.realize import Priced, polish, price, strategies
 from hetero_megatron.planner.sketch import Draft, Sketch
 from hetero_megatron.planner.solver import NONE, Solver, SolverTrouble, with_fallback
+from hetero_megatron.planner.survival import lost_layers
 from hetero_megatron.strategy import Strategy
 
 FINALISTS = 24
 """Drafts that get ranks and are timed by the cost model."""
 POLISHED = 4
+SAFE = 1.05
+"""Where several pipelines and no ZeRO-1 are asked for, a plan that outlives every node may take so much longer."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def make_plan(
     candidates = finalists(found, problem, costs)
     even = homogeneous(problem, costs)
     best = min([*candidates, *([even] if even else [])], key=lambda each: each.seconds, default=None)
+    best = _safest(problem, candidates, best)
     optimal = False
     if is_small(problem):
         best, optimal = exact(problem, costs, best)
@@ -155,6 +159,26 @@ def finalists(found: list[Draft], problem: Problem, costs: Costs) -> list[Priced
     chosen = list(shapes.values())[:POLISHED] if few else []
     polished = [polish(one, problem.cluster, costs) for one in chosen]
     return sorted([*polished, *priced], key=lambda each: each.seconds)
+
+
+def _safest(problem: Problem, candidates: list[Priced], best: Priced | None) -> Priced | None:
+    """The fastest plan that has all layers left whichever node is lost, if it is not much slower than the best.
+
+    Only where the problem asks for it: with several pipelines, and without ZeRO-1 (paper Appendix C.3). The exhaustive
+    search of small problems looks at the step alone.
+    """
+    choices, layers = problem.choices, problem.config.num_layers
+    if best is None or choices.zero != (0,) or min(choices.pipelines, default=1) < 2:
+        return best
+    nodes: dict[int, list[int]] = {}
+    for device in problem.cluster.devices:
+        nodes.setdefault(device.node, []).append(device.rank)
+    for one in (best, *candidates):
+        if one.seconds > SAFE * best.seconds:
+            break
+        if not any(lost_layers(one.strategy, layers, ranks) for ranks in nodes.values()):
+            return one
+    return best
 
 
 def _shape(strategy: Strategy) -> object:

@@ -1,18 +1,22 @@
 """A recipe's list of strategies: read, checked, written and chosen from (case O-43; paper Tables 15, 16)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hetero_megatron.data.document_samples import DocumentSamples
 from hetero_megatron.data.steps import StepSamples
+from hetero_megatron.data.strategy_packing import StrategyPacking
 from hetero_megatron.errors import RecipeError, StrategyError
 from hetero_megatron.graph.trace import trace
 from hetero_megatron.length_strategies import make_chooser, places_of, strategy_packing
 from hetero_megatron.models.llama import Llama
+from hetero_megatron.planner.chooser import StepChooser
+from hetero_megatron.planner.profiles import PHASES, UNITS, Measurement, Profiles
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe, load_recipe
-from hetero_megatron.run import prepare
+from hetero_megatron.run import build_programs, prepare
 from hetero_megatron.strategy_yaml import strategies_yaml
 from tests.data.memory import MemoryDocuments
 
@@ -91,12 +95,63 @@ def test_a_loader_shares_by_the_chosen_strategy_and_knows_a_ranks_places(recipe:
     assert [places_of(programs, rank) for rank in (0, 3)] == [((0, 4), (0, 2)), ((0, 4), (1, 2))]
 
 
-def test_training_takes_one_strategy(recipe: Recipe) -> None:
+def test_a_run_is_made_ready_with_a_program_for_each_strategy_on_one_layout_of_states(recipe: Recipe) -> None:
+    run = prepare(recipe)
+    assert list(run.programs) == ["long", "short"]
+    first, second = (program.annotated.states for program in run.programs.values())
+    assert first == second
+    assert run.program is run.programs["long"]
+    assert run.evaluates == "long"
+
+
+def test_evaluation_takes_the_first_strategy_that_holds_seq_length(tmp_path: Path) -> None:
+    short, long = "- name: short" + LIST.split("- name: short")[1], LIST.split("- name: short")[0]
+    swapped = "strategy:\n" + short + long.removeprefix("strategy:\n")
+    run = prepare(load(tmp_path, swapped, "evaluation={data: {packing: documents}}"))
+    assert (list(run.programs), run.evaluates) == (["short", "long"], "long")
     with pytest.raises(
-        RecipeError, match=r"pretrain does not switch between strategies yet \(long, short\); `plan"
+        RecipeError, match="global_batch_size 4 does not fit: the pipelines take at most 2 x 1 = 2"
     ):
-        prepare(recipe)
-    assert issubclass(StrategyError, ValueError)
+        load(tmp_path, swapped, "evaluation={data: {packing: rows}}")
+
+
+def test_a_profile_is_what_strategies_are_chosen_by(tmp_path: Path) -> None:
+    profile = tmp_path / "machine.json"
+    config = load(tmp_path, LIST).make_config()
+    slow = [
+        Measurement("cpu", "fp32", unit, phase, tp, 1, tokens, tokens, 1e-3 * tokens * tp**3)
+        for unit in UNITS
+        for phase in PHASES
+        for tp in (2, 4)
+        for tokens in (256, 2048)
+    ]
+    sizes = {"hidden_size": config.hidden_size, "num_layers": config.num_layers}
+    profile.write_text(Profiles(sizes, tuple(slow)).to_json())
+    run = prepare(load(tmp_path, LIST, f"planning.profile={profile}"))
+    assert isinstance(run.data.packing, StrategyPacking)
+    chooser = run.data.packing.chooser
+    assert isinstance(chooser, StepChooser)
+    assert chooser.costs.profiles.measurements == tuple(slow)
+    with pytest.raises(
+        RecipeError, match=r"mixed.yaml: planning\.profile: .*nowhere.json: No such file or directory"
+    ):
+        prepare(load(tmp_path, LIST, "planning.profile=nowhere.json"))
+
+
+def test_a_kernel_without_a_ring_form_is_refused_whichever_strategy_has_the_ring(tmp_path: Path) -> None:
+    text = LIST.replace("dp: 2\n  tp: 2", "dp: 1\n  tp: 2\n  cp: 2")
+    with pytest.raises(RecipeError, match="kernels.attention: torch-sdpa has no ring form"):
+        prepare(load(tmp_path, text, "kernels.attention=torch-sdpa"))
+
+
+def test_a_strategy_that_cannot_be_built_is_named(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = recipe.make_strategies()
+    few = replace(named[1].strategy, pipelines=named[1].strategy.pipelines[:1], idle_ranks=(2, 3))
+    monkeypatch.setattr(Recipe, "make_strategies", lambda self: (named[0], replace(named[1], strategy=few)))
+    with pytest.raises(
+        StrategyError, match="strategy 'short': rank 2 holds optimizer states, but works in no"
+    ):
+        build_programs(recipe, Llama(recipe.make_config()))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +174,11 @@ def test_training_takes_one_strategy(recipe: Recipe) -> None:
             "dp: 2\n  zero: 1",
             "strategies 'long' and 'short' have zero 0 and 1; optimizer states stay",
         ),
+        (
+            "dp: 2",
+            "dp: 2\n  offload_optimizer: true",
+            "have offload_optimizer False and True; optimizer states stay where they are",
+        ),
         ("layers: 0-3", "layers: 0-2", "strategy: .*layer"),
         ("tp: 2", "tp: 2\n  pp: 5", "strategy.pp: 5 stages for 4 layers"),
         ("dp: 2", "dp: 1", "strategy 'short': rank 2 is in no pipeline"),
@@ -133,6 +193,11 @@ def test_training_takes_one_strategy(recipe: Recipe) -> None:
             r"strategy\[1\]\.max_lenght: unknown key; did you mean max_length\?",
         ),
         (
+            "data: {",
+            "elastic: {stragglers: propose}\ndata: {",
+            "elastic.stragglers: propose plans one strategy for the measured speeds, and the recipe has several; leave",
+        ),
+        (
             "packing: documents",
             "packing: rows",
             "several strategies are chosen by the lengths of a step's documents",
@@ -144,6 +209,15 @@ def test_a_list_that_does_not_do_is_refused(tmp_path: Path, old: str, new: str, 
     file.write_text((HEAD + LIST + TAIL).replace(old, new, 1))
     with pytest.raises(RecipeError, match=text):
         load_recipe(file)
+
+
+def test_a_schedule_of_a_file_is_refused_in_a_list(tmp_path: Path) -> None:
+    (tmp_path / "two.csv").write_text("pipeline,stage,actions\n0,0,F0,B0,F1,B1\n1,0,F0,B0,F1,B1\n")
+    text = LIST.replace("dp: 2", f"dp: 2\n  schedule: {tmp_path / 'two.csv'}")
+    with pytest.raises(
+        RecipeError, match=r"strategy 'short': schedule .*two\.csv is for one number of micro-"
+    ):
+        load(tmp_path, text)
 
 
 def test_what_stands_beside_a_list_is_refused(tmp_path: Path) -> None:

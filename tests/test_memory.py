@@ -163,6 +163,9 @@ def test_zero_1_is_a_remedy_where_there_are_several_pipelines() -> None:
     before, after = (needs(replace(plan, zero=zero), LLAMA_70B)[0] for zero in (0, 1))
     assert before.parts.total - after.parts.total == dict(before.remedies)["zero: 1"]
     assert "zero: 1" not in dict(after.remedies)
+    hosted = needs(replace(plan, zero=1, offload_optimizer=True), LLAMA_70B)[0]
+    freed = after.parts.total - hosted.parts.total
+    assert freed == dict(after.remedies)["offload_optimizer: true"]
 
 
 def test_what_fits_needs_no_remedy() -> None:

@@ -90,4 +90,6 @@ def test_documents_stay_whole_where_lengths_are_mixed(name: str) -> None:
 def test_the_small_recipe_of_mixed_lengths_is_for_this_machine() -> None:
     found = load_recipe(RECIPES / "mixed_length_cpu.yaml")
     assert (found.cluster, found.data.packing) == (None, "documents")
-    assert found.make_strategy().ranks == (0, 1, 2, 3)
+    named = found.make_strategies()
+    assert [(each.name, each.max_length) for each in named] == [("long", None), ("short", 2560)]
+    assert {each.strategy.ranks for each in named} == {(0, 1, 2, 3)}

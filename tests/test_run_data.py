@@ -68,7 +68,7 @@ def test_a_stream_gives_documents_and_its_buffer_is_part_of_what_data_a_run_has(
         moved = f"data.sources=[{{path: {lines(tmp_path / 'moved/a.jsonl', number)}, stream: true}}]"
         other = run_of(tmp_path, moved, "data.packing=documents", "data.shuffle_buffer=8")
         assert (other.identity == run.identity) is same, "names and sizes of files tell streams apart"
-    with run.data.loader(run.program, 1, DataPosition()) as loader:
+    with run.loader(1, DataPosition()) as loader:
         steps = [loader.next() for _ in range(3)]
     assert [step.samples.count for step in steps if step] == [6, 6, 6]
     with pytest.raises(RecipeError, match="a stream cannot be cut into rows"):

@@ -253,6 +253,19 @@ def plan(
 
 
 @app.command()
+def plot(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The picture, such as run.png.")
+    ],
+) -> None:
+    """Draw a run's document lengths, the strategy that took each step, and the step times."""
+    from hetero_megatron.cli import plot as command
+
+    command.run(folder, output)
+
+
+@app.command()
 def switch(
     before: Annotated[Path, typer.Argument(metavar="FROM", help="The recipe that runs now.")],
     after: Annotated[Path, typer.Argument(metavar="TO", help="The recipe that runs next.")],

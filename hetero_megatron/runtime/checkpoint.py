@@ -75,7 +75,11 @@ class _Pending:
 
 
 class Saver:
-    """Writes checkpoints of one session into a run's folder."""
+    """Writes checkpoints of one session into a run's folder.
+
+    Attributes:
+        session: whose state and counters are saved; another one that shares its optimizer states may take its place.
+    """
 
     def __init__(
         self,
@@ -99,7 +103,7 @@ class Saver:
         """
         if keep_last < 1:
             raise CheckpointError(f"keep_last is {keep_last}; at least the newest checkpoint is kept")
-        self._folder, self._session, self._world = folder, session, session.world
+        self._folder, self.session, self._world = folder, session, session.world
         self._keep_last, self._asynchronous, self._stop = keep_last, asynchronous, stop_on_failure
         self._patience = min(30.0, self._world.timeout.total_seconds() / 4)
         self._leads, self._say = self._world.leads, self._world.once(say)
@@ -119,9 +123,9 @@ class Saver:
         if self._leads:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                for path in set_aside(self._folder, self._session.iteration):
+                for path in set_aside(self._folder, self.session.iteration):
                     self._say(
-                        f"{path.name.split('.')[0]} is later than iteration {self._session.iteration}, from which this "
+                        f"{path.name.split('.')[0]} is later than iteration {self.session.iteration}, from which this "
                         f"run goes on; it is kept as {path.name}"
                     )
                 for path in unfinished(self._folder) if forsaken else ():
@@ -162,7 +166,7 @@ class Saver:
         self._pending = pending = _Pending(header, path)
         tensors: Tensors = {}
         try:
-            state = self._session.state
+            state = self.session.state
             tensors = self._snapshot.take() if self._asynchronous else live(state, self._kinds)
         except (RuntimeError, MemoryError) as error:
             pending.error = f"no snapshot of {self._snapshot.bytes} bytes: {error}"
@@ -171,7 +175,7 @@ class Saver:
         return before if self._asynchronous else self.finish()
 
     def _header(self, iteration: int, payload: Mapping[str, Any]) -> Header:
-        session = self._session
+        session = self.session
         shapes = shapes_of(session.program)
         skipped = session.skipped_iterations
         return Header(iteration, session.state.step, skipped, self._kinds, shapes, payload)
@@ -248,7 +252,7 @@ class Saver:
 
     def _write_contents(self, pending: _Pending) -> None:
         if self._all_parts is None:
-            program, ranks = self._session.program, self._world.ranks
+            program, ranks = self.session.program, self._world.ranks
             self._all_parts = tuple(part for rank in ranks for part in parts_of(program, rank, self._kinds))
         marker = write_contents(pending.path, pending.header, self._all_parts, pending.everyone)
         finish(self._folder, marker)

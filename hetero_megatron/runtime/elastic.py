@@ -58,6 +58,7 @@ class ElasticSession:
         session: None on a rank without a part in the strategy.
         completed: the result of a step that this rank finished after its peers were lost.
         recoveries: one per generation after the first.
+        came_late: whether this rank was to be taken in, and training was over before.
     """
 
     def __init__(
@@ -88,6 +89,9 @@ class ElasticSession:
         self._failed = ""
         self._noticed_at = 0.0
         view = member.enter()
+        self.came_late = view is None
+        if view is None:
+            return
         try:
             if view.generation:
                 self._adopt(view, "")
@@ -108,7 +112,7 @@ class ElasticSession:
 
         `body` looks at `session.iteration` to see how far the run is. None on a rank that had no part in the end.
         """
-        while True:
+        while not self.came_late:
             if not self._failed:
                 try:
                     result = body(self.session) if self.session is not None else None
@@ -123,6 +127,7 @@ class ElasticSession:
                     self._note_failure(error)
             # Outside of the handler: a traceback would keep connections open.
             self._recover()
+        return None
 
     @property
     def program(self) -> Program:

@@ -19,6 +19,8 @@ from hetero_megatron.errors import RuntimeFailure
 from hetero_megatron.runtime.board import Board
 
 _POLL_SECONDS = 0.002
+# While nothing trains yet nobody is in a hurry, and many ranks keep the store busy.
+_ENTRY_SECONDS = 0.02
 _PATIENCE = timedelta(hours=1)
 
 
@@ -122,14 +124,26 @@ class Member:
         """Another connection to the store."""
         return connect(*self._address)
 
-    def enter(self) -> View:
-        """Begin to show signs of life; the first view that has this rank."""
+    def enter(self) -> View | None:
+        """Begin to show signs of life; the first view that has this rank, None where training is over before."""
         # What exists by now will not be looked at when connections are collected in a hurry.
         gc.freeze()
         self._board.start_pulse(self._place)
-        self._wait_for(f"enter/{self.rank}")
-        self.view = self._wait(int(self.store.get(f"enter/{self.rank}")))
+        if not self._comes(f"enter/{self.rank}"):
+            return None
+        generation = int(self.store.get(f"enter/{self.rank}"))
+        if not self._comes(f"view/{generation}"):
+            return None
+        self.view = self._wait(generation)
         return self.view
+
+    def _comes(self, key: str) -> bool:
+        """Whether there is such a key before training is over."""
+        while not self.store.check([key]):
+            if self.store.check(["trained"]):
+                return False
+            time.sleep(_ENTRY_SECONDS)
+        return True
 
     def note(self, phase: str, iteration: int) -> None:
         """Where this rank is now."""

@@ -70,7 +70,7 @@ class Switcher:
         )
         self._moves: dict[tuple[str, str], Moves] = {}
         if share_states:
-            _check_shared(programs)
+            check_shared(programs)
         groups = Groups.of(world, list(programs.values()))
         self.sessions: dict[str, Session] = {}
         for name, program in programs.items():
@@ -136,6 +136,9 @@ class Switcher:
             for after in self.programs:
                 if before != after and not self._shares:
                     self.moves(before, after)
+        if self._shares:
+            for session in self.sessions.values():
+                _ = session.gather_bytes
 
     def switch(self, name: str) -> SwitchReport:
         """Collective over all processes, between two steps: go on with the program `name`.
@@ -153,7 +156,12 @@ class Switcher:
         return report
 
 
-def _check_shared(programs: Mapping[str, Program]) -> None:
+def check_shared(programs: Mapping[str, Program]) -> None:
+    """Refuse programs whose optimizer states do not lie in the same places.
+
+    Raises:
+        RuntimeFailure: naming two programs, a parameter, and where its states lie in each.
+    """
     first, *others = programs
     wanted = programs[first].annotated.states
     for name in others:

@@ -5,10 +5,10 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from hetero_megatron import elastic, train
@@ -30,6 +30,10 @@ strategy:
 """
 
 
+Losses = list[tuple[int, float]]
+"""By iteration."""
+
+
 @dataclass
 class Place:
     """A folder for a run and its recipe; `cache` is where the corpus is, for several runs."""
@@ -48,7 +52,7 @@ class Place:
         """The run's folder."""
         return self.folder / "run"
 
-    def losses(self) -> list[tuple[int, float]]:
+    def losses(self) -> Losses:
         """What was written of each step so far."""
         path = self.run / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
@@ -98,13 +102,14 @@ def supervised(path: Path, place: elastic.Place | None = None) -> Iterator[Node]
     log = path.parent / f"node{place.node if place else 0}.log"
 
     def main() -> None:
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(handle, 1)
-        os.dup2(handle, 2)
+        # Both of Python's streams and both of the process, whatever pytest has made of them.
+        sys.stdout = sys.stderr = log.open("a", buffering=1)
+        for number in (1, 2):
+            os.dup2(sys.stdout.fileno(), number)
         if code := elastic.pretrain_elastic(train.prepare(load_recipe(path)), place):
             os._exit(code)
 
-    node = Node(fork_one(partial(main), 0, lambda: None), log)
+    node = Node(fork_one(main, 0, lambda: None), log)
     try:
         yield node
     finally:

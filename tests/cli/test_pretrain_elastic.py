@@ -1,7 +1,6 @@
 """`pretrain --elastic`: a run as a person sees it that loses ranks, goes on, and goes back to a checkpoint if it must."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -9,27 +8,7 @@ from hetero_megatron import elastic, train
 from hetero_megatron.errors import RecipeError, StrategyError
 from hetero_megatron.recipe import load_recipe
 from hetero_megatron.runtime.checkpoint_files import checkpoints, finished
-from tests.cli.elastic_runs import Place, pretrain
-
-Losses = list[tuple[int, float]]
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Losses]:
-    """Where the corpus is, and the losses of a run that is not elastic."""
-    place = Place(tmp_path_factory.mktemp("undisturbed"), tmp_path_factory.mktemp("corpus"))
-    assert train.pretrain(train.prepare(load_recipe(place.recipe()))) == 0
-    return place.cache, place.losses()
-
-
-@pytest.fixture
-def place(tmp_path: Path, undisturbed: tuple[Path, Losses]) -> Place:
-    return Place(tmp_path, undisturbed[0])
-
-
-@pytest.fixture
-def expected(undisturbed: tuple[Path, Losses]) -> list[tuple[int, object]]:
-    return [(number, pytest.approx(loss, rel=1e-5)) for number, loss in undisturbed[1]]
+from tests.cli.elastic_runs import Losses, Place, pretrain
 
 
 def test_a_rank_that_is_killed_while_saving_changes_no_loss(

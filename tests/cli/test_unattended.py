@@ -1,4 +1,7 @@
-"""A long run on real text that is killed and goes on, three times, under another strategy each time."""
+"""A long run on real text that is killed and goes on, three times, under another strategy each time.
+
+`pytest -m fuzz` makes 200 steps, as long as it takes; without it there are 72.
+"""
 
 import json
 import os
@@ -14,7 +17,7 @@ import pytest
 
 MODEL = """
 model: {preset: llama_tiny, num_layers: 4, hidden_size: 32, ffn_hidden_size: 64, num_query_groups: 4}
-training: {train_iters: 200, global_batch_size: 4, seq_length: 256, lr: 1e-3, lr_decay_style: cosine, lr_warmup_iters: 20}
+training: {train_iters: STEPS, global_batch_size: 4, seq_length: 256, lr: 1e-3, lr_decay_style: cosine, lr_warmup_iters: 20}
 checkpoint: {interval: 10, keep_last: 2}
 """
 UNEVEN = """
@@ -48,7 +51,11 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.timeout(300)
-def test_200_steps_killed_three_times_and_resumed_under_three_strategies(tmp_path: Path) -> None:
+@pytest.mark.fuzz
+def test_a_run_killed_three_times_and_resumed_under_three_strategies(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    steps = 200 if "fuzz" in pytestconfig.getoption("markexpr") else 72
     texts = tmp_path / "texts"
     texts.mkdir()
     library = Path(sysconfig.get_path("stdlib"))
@@ -57,14 +64,16 @@ def test_200_steps_killed_three_times_and_resumed_under_three_strategies(tmp_pat
     recipes = {}
     for name, strategy in STRATEGIES.items():
         recipes[name] = tmp_path / f"{name}.yaml"
-        recipes[name].write_text(f"{MODEL}{strategy}\ndata: {{folder: {texts}, packing: documents}}\n")
+        recipes[name].write_text(
+            f"{MODEL.replace('STEPS', str(steps))}{strategy}\ndata: {{folder: {texts}, packing: documents}}\n"
+        )
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     process = start(recipes["one"], whole)
     assert process.communicate(timeout=200)[1] == ""
     for turn, name in enumerate(("uneven", "square", "copies", "uneven")):
         process = start(recipes[name], broken)
         try:
-            while turn < 3 and len(metrics(broken)) < 45 * (turn + 1):
+            while turn < 3 and len(metrics(broken)) < steps * (turn + 1) * 2 // 9:
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.02)
             if turn < 3:
@@ -75,7 +84,7 @@ def test_200_steps_killed_three_times_and_resumed_under_three_strategies(tmp_pat
             process.kill()
             process.communicate()
     found, wanted = metrics(broken), metrics(whole)
-    assert [line["iteration"] for line in found] == list(range(1, 201))
+    assert [line["iteration"] for line in found] == list(range(1, steps + 1))
     seen = [n for line in found for n in range(int(line["first_sample"]), int(line["consumed_samples"]))]
     assert seen == list(range(len(seen))), "every sample once, in order"
     for ours, theirs in zip(found, wanted, strict=True):

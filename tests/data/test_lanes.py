@@ -1,6 +1,7 @@
 """What dispatch knows of a strategy's pipelines."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,6 @@ from hetero_megatron.errors import RecipeError, StrategyError
 from hetero_megatron.memory import tokens_of
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.recipe import load_recipe
-from tests.cli.commands import RECIPES
 from tests.distributed.training import T0, build, het4
 
 
@@ -32,8 +32,25 @@ def test_a_micro_batch_holds_at_least_a_token() -> None:
         )
 
 
-def test_whole_rows_are_refused_where_a_micro_batch_holds_fewer_tokens() -> None:
-    recipe, change = RECIPES / "mixed_length_cpu.yaml", "strategy.pipelines.0.max_tokens=512"
+DOCUMENTS = """
+model: {preset: llama_tiny, num_layers: 4}
+strategy:
+  pipelines:
+  - {micro_batches: 3, stages: [{ranks: 0-1, layers: 0-2}, {ranks: 2, layers: 3}]}
+  - {micro_batches: 1, stages: [{ranks: 3, layers: 0-3}]}
+data: {packing: documents}
+training: {train_iters: 50, global_batch_size: 4, seq_length: 2048, lr: 3e-3}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "documents.yaml").write_text(DOCUMENTS)
+    return tmp_path / "documents.yaml"
+
+
+def test_whole_rows_are_refused_where_a_micro_batch_holds_fewer_tokens(recipe: Path) -> None:
+    change = "strategy.pipelines.0.max_tokens=512"
     assert load_recipe(recipe, [change]).make_strategy().pipelines[0].tokens(2048) == 512
     with pytest.raises(
         RecipeError,
@@ -42,8 +59,8 @@ def test_whole_rows_are_refused_where_a_micro_batch_holds_fewer_tokens() -> None
         load_recipe(recipe, [change, "data.packing=rows"])
 
 
-def test_held_out_rows_are_refused_alike_and_by_their_own_section() -> None:
-    recipe, change = RECIPES / "mixed_length_cpu.yaml", "strategy.pipelines.0.max_tokens=512"
+def test_held_out_rows_are_refused_alike_and_by_their_own_section(recipe: Path) -> None:
+    change = "strategy.pipelines.0.max_tokens=512"
     with pytest.raises(
         RecipeError, match=r"and evaluation\.data\.packing rows makes whole rows; use packing"
     ):

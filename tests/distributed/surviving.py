@@ -118,6 +118,8 @@ def survive(
             elastic = ElasticSession(
                 member, program, making, start, Following(), faults=Faults(faults) if faults else None
             )
+            if elastic.came_late:
+                return
             if prepare:
                 prepare(elastic)
             results: dict[int, StepResult] = {}

@@ -13,15 +13,10 @@ from hetero_megatron.runtime.launch import end_with_parent
 from hetero_megatron.runtime.membership import Member
 from hetero_megatron.runtime.supervisor import Limits, Node, Supervisor
 from tests.distributed.surviving import Survival, survive
+from tests.distributed.test_kill_matrix import plan
 from tests.distributed.training import Outcome, assert_parity, reference, sequences, stage, strategy
 
 DATA = tuple(sequences(4, seed=step) for step in range(5))
-
-
-def plan(zero: int):  # type: ignore[no-untyped-def]
-    """A pipeline of ranks 0, 1 and 2, and one of rank 3 alone."""
-    stages = [stage("0", "0-0"), stage("1", "1-2"), stage("2", "3")]
-    return strategy((3, 1, stages), (1, 1, [stage("3", "0-3")]), zero=zero)
 
 
 @cache
@@ -90,6 +85,19 @@ def test_two_ranks_may_go_at_once_and_another_while_the_state_moves() -> None:
     assert_went_on(found, {0, 1, 2})
 
 
+@pytest.mark.parametrize("occurrence", [1, 2, 3], ids=["before all are there", "amid", "before the groups"])
+def test_a_rank_that_is_lost_while_ranks_connect_keeps_nobody_waiting(occurrence: int) -> None:
+    """A message may take 20 s here."""
+    faults = [Fault("kill", 3, 3, "backward"), Fault("kill", 1, 2, "connecting", occurrence)]
+    found = survive(plan(0, 2), DATA[:4], faults)
+    assert_went_on(found, {1, 3}, reference(DATA[:4]))
+    (recovery,) = found.recoveries[0]
+    assert recovery.view.generation == 2
+    assert recovery.view.lost[1] == "rank 1 was killed by SIGKILL in connecting of iteration 2"
+    committed = {rank: dict(own) for rank, own in found.commits.items()}
+    assert committed[0][3] - committed[0][2] < 10
+
+
 def test_a_dropped_connection_loses_nobody() -> None:
     found = survive(plan(1), DATA[:3], [Fault("drop", 1, 2, "forward")], copies=True)
     assert_went_on(found, set(), reference(DATA[:3]))
@@ -129,6 +137,27 @@ def test_a_lost_rank_may_come_back_with_weights_moments_and_step() -> None:
     assert_parity(found.outcome, undisturbed())
     assert [recovery.view.joined for recovery in found.recoveries[0]] == [(), (3,)]
     assert sorted(found.pids) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_who_joins_while_another_is_lost_holds_nothing_still(zero: int) -> None:
+    """Rank 4 comes back into a recovery that fails: the next one must not take it for an owner."""
+
+    def wait(elastic, iteration: int) -> None:  # type: ignore[no-untyped-def]
+        if iteration > 3 and not elastic.recoveries[-1].view.joined:
+            while not elastic.member.is_awaited():
+                time.sleep(0.01)
+            elastic.stop_for_joining()
+
+    # The second connecting of rank 1 is that for rank 4.
+    faults = [Fault("kill", 4, 3, "backward"), Fault("kill", 1, 3, "connecting", 2)]
+    found = survive(plan(zero, 2), DATA, faults, in_step=wait, returning=True, copies=bool(zero))
+    assert found.code == 0
+    assert_parity(found.outcome, undisturbed())
+    joined = [recovery.view.joined for recovery in found.recoveries[0]]
+    assert joined[:2] == [(), (4,)]
+    assert found.recoveries[0][1].view.lost.keys() == {1}
+    assert {0, 2, 3, 4} <= set(found.pids)
 
 
 def test_ranks_end_with_their_supervisor() -> None:

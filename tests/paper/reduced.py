@@ -32,6 +32,26 @@ class Reduced:
         return tuple(tuple(_cut(next(documents), n + s) for n in range(self.rows)) for s in range(count))
 
 
+def essence(reduced: Reduced) -> tuple[object, ...]:
+    """What a strategy asks of the runtime, whatever the counts of ranks, stages and micro-batches are.
+
+    The degrees of its stages; whether there are several pipelines, and of unequal depth or micro-batches; several
+    stages, and of unequal numbers of layers; ZeRO-1, recomputation, the kind of context parallelism, shared kv heads.
+    """
+    strategy, config = reduced.strategy, reduced.config
+    pipelines = strategy.pipelines
+    stages = [stage for pipeline in pipelines for stage in pipeline.stages]
+    depths = {len(pipeline.stages) for pipeline in pipelines}
+    return (
+        frozenset(stage.tensor_parallel_sizes for stage in stages),
+        (len(pipelines) > 1, len(depths) > 1, len({pipeline.micro_batches for pipeline in pipelines}) > 1),
+        (max(depths) > 1, len({len(stage.layer_numbers) for stage in stages}) > 1),
+        (strategy.zero, strategy.schedule, strategy.sequence_parallel, strategy.context_parallel),
+        frozenset((stage.recompute, stage.offload) for stage in stages),
+        config.num_attention_heads // config.num_query_groups,
+    )
+
+
 def _cut(document: Document, number: int) -> Document:
     """Lengths go through 8 to 16 in an order in which neighbours differ."""
     return document[: SHORTEST + 5 * number % (LONGEST - SHORTEST + 1)]

@@ -1,7 +1,7 @@
 """The layout of C2: five stages of TP 4, 4, 4, 2, 1 beside four of TP 4, on 31 ranks (paper Figure 19).
 
 Ranks and degrees are the paper's. The sizes are a quarter and less: 15 layers for 60, 5 + 4 micro-batches for
-33 + 31.
+33 + 31. `test_recipe_parity.py` trains the same layout, with 8 layers and with all 60; this one runs by `pytest -m fuzz`.
 """
 
 from dataclasses import replace
@@ -21,7 +21,13 @@ FIVE_STAGES = [
 ]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Both kinds of activations, where they are asked for."""
+    asked = "fuzz" in metafunc.config.getoption("markexpr")
+    metafunc.parametrize("sequence_parallel", [False, True] if asked else [])
+
+
+@pytest.mark.fuzz
 def test_five_uneven_stages_beside_four_even_ones_train_like_one_device(sequence_parallel: bool) -> None:
     documents = sequences(27)
     steps = [documents[at : at + 9] for at in (0, 9, 18)]
