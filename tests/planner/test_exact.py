@@ -1,6 +1,5 @@
 """Small problems: the plan is as fast as the fastest of all strategies."""
 
-import random
 from math import inf
 
 import pytest

@@ -159,14 +159,14 @@ def test_a_model_that_no_memory_holds_is_refused_with_both_numbers() -> None:
 
 def test_7_layers_on_2_devices_of_3_each_are_refused_with_both_counts() -> None:
     config = replace(SMALL, num_layers=7)
-    kinds = _kinds(2**34)
+    kinds = _kinds(2**31)
     cluster = Cluster((Device(0, "h20", 0), Device(1, "h20", 1)), kinds)
     problem = Problem(config, cluster, 2, 256, Choices(recompute=(), zero=(0,), tensor_parallel=(1,)))
     load = Lanes(Prices(problem, Costs(config, cluster, seq_length=256))).loads(
         (Block("h20", 1), Block("h20", 1)), Setting(1, 1, 0), 2, "none"
     )[0]
     # Room for three layers and what comes with them, not for four.
-    memory = int(2**34 - load.room_bytes + 3.5 * load.layer_bytes)
+    memory = int(2**31 - load.room_bytes + 3.5 * load.layer_bytes)
     tight = Cluster(cluster.devices, _kinds(memory))
     with pytest.raises(PlannerError, match=r"the devices hold \d of 7 layers at once") as refused:
         make_plan(replace(problem, cluster=tight), Costs(config, tight, seq_length=256), Solver("none"))
