@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from hetero_megatron.errors import DataError
 from hetero_megatron.length_strategies import places_of, strategy_packing
 from hetero_megatron.models.config import LlamaConfig, flops_per_token
 from hetero_megatron.preparing import preparing_bar
-from hetero_megatron.profile_file import read_profile
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.recipe_sections import DataSection
@@ -111,9 +109,7 @@ def data_path(
         say(f"evaluation.data: {report}" if evaluation else str(report))
     steps = Steps(samples, rows, length, section.packing, epochs, section.last_batch)
     if recipe.strategy.several is not None and not evaluation:
-        profile = recipe.switching.profile
-        profiles = read_profile(Path(profile) if profile else None, recipe, "switching.profile")
-        packing: Packing = strategy_packing(recipe, samples, profiles)
+        packing: Packing = strategy_packing(recipe, samples)
     else:
         packing = _packing(steps, section, recipe, program, config)
     if section.packing == "rows" and program.strategy.schedule_tasks and not evaluation:

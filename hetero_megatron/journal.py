@@ -1,6 +1,7 @@
 """What a run leaves behind of its steps: log lines, metrics, and a summary at its end; by the lowest rank only."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 from hetero_megatron.data.loader import LoadedStep
@@ -96,6 +97,7 @@ class Journal:
             loaded.lengths,
             Turn(number, self._names[number], self._switch_seconds) if several else None,
             rates,
+            time.time(),
         )
         self._switch_seconds = 0.0
         if self._metrics is not None:

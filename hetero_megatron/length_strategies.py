@@ -8,6 +8,7 @@ from hetero_megatron.data.strategy_packing import StrategyPacking
 from hetero_megatron.planner.chooser import StepChooser
 from hetero_megatron.planner.profiles import Profiles
 from hetero_megatron.planner.small_batches import SmallBatchCosts
+from hetero_megatron.profile_file import profiles_of
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 
@@ -18,7 +19,7 @@ def length_costs(recipe: Recipe, profiles: Profiles | None = None) -> SmallBatch
     return SmallBatchCosts(
         recipe.make_config(),
         recipe.make_cluster(),
-        profiles,
+        profiles_of(recipe) if profiles is None else profiles,
         recipe.training.seq_length,
         recipe.training.precision,
         strategy.sequence_parallel if strategy else True,

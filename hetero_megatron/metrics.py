@@ -66,6 +66,7 @@ class StepFacts:
         lengths: of the step's documents, where they are shared by length.
         turn: of a run with several strategies.
         rates: FLOP/s of each rank while it computed, in the step before; those that are known.
+        at: when the step counted and was done on this rank (`time.time`).
     """
 
     first_sample: int
@@ -79,6 +80,7 @@ class StepFacts:
     lengths: Sequence[int] = ()
     turn: Turn | None = None
     rates: Mapping[int, float] = field(default_factory=dict)
+    at: float | None = None
 
 
 def perplexity(loss: float) -> float:
@@ -128,6 +130,8 @@ def step_values(result: StepResult, facts: StepFacts, flops_per_token: int, devi
         values["rank_tflops"] = {str(rank): rate / 1e12 for rank, rate in facts.rates.items()}
     if facts.note:
         values["note"] = facts.note
+    if facts.at is not None:
+        values["time"] = facts.at
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()

@@ -5,14 +5,12 @@ from dataclasses import replace
 from hetero_megatron.errors import HeteroError
 from hetero_megatron.graph.nodes import Graph
 from hetero_megatron.models.config import LlamaConfig
-from hetero_megatron.planner.cost import Costs
 from hetero_megatron.planner.plan import Plan, make_plan
-from hetero_megatron.planner.problem import Choices
 from hetero_megatron.planner.replan import replan
 from hetero_megatron.planner.solver import NONE, Solver
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
-from hetero_megatron.recipe_plan import problem_of
+from hetero_megatron.recipe_plan import problem_under
 from hetero_megatron.shrink import shrink
 from hetero_megatron.strategy import Strategy
 
@@ -32,7 +30,7 @@ class NextProgram:
         self.refusal = "elastic.replan is keep"
         if recipe.elastic.replan == "planner":
             try:
-                self._plan = _plan(recipe, self._written)
+                self._plan = make_plan(*problem_under(recipe, self._written, self._cluster), Solver(NONE))
             except HeteroError as error:
                 self.refusal = str(error)
 
@@ -80,23 +78,6 @@ class NextProgram:
         )
         self._recipe.refuse_unfit(strategy, ranks)
         return strategy, f"planned: {found.best.seconds:.4g} s a step predicted"
-
-
-def _plan(recipe: Recipe, written: Strategy) -> Plan:
-    """The planner's view of the run, under what the recipe's strategy has decided for good."""
-    cp = () if recipe.kernels.attention == "auto" else (1,)
-    problem = problem_of(recipe, Choices(zero=(written.zero,), context_parallel=cp))
-    costs = Costs(
-        problem.config,
-        problem.cluster,
-        None,
-        problem.seq_length,
-        recipe.training.precision,
-        written.sequence_parallel,
-        written.context_parallel,
-        recipe.training.bucket_size,
-    )
-    return make_plan(problem, costs, Solver(NONE))
 
 
 def is_for(strategy: Strategy, ranks: tuple[int, ...]) -> bool:

@@ -1,20 +1,26 @@
-"""A profile in a file, for the model of a recipe: what the planner and a run's choice of strategies go by."""
+"""What the planner goes by in a recipe's run: a profile in a file, or published figures."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import PlannerError, RecipeError
 from hetero_megatron.planner.profiles import Profiles
-from hetero_megatron.recipe import Recipe
+
+if TYPE_CHECKING:
+    from hetero_megatron.recipe import Recipe
 
 
-def read_profile(path: Path | None, recipe: Recipe, key: str = "--profile") -> Profiles:
-    """The profile of a file, which `key` names; without one, the analytic one.
+def profiles_of(recipe: "Recipe", given: Path | None = None) -> Profiles:
+    """The times of the file `given` with --profile, else of the recipe's `planning.profile`, else published figures.
 
     Raises:
-        PlannerError: the file is no profile, or one of another model.
+        RecipeError: the file cannot be read.
+        PlannerError: it is no profile, or one of another model.
     """
-    if path is None:
+    own = recipe.planning.profile
+    if given is None and own is None:
         return Profiles()
+    path, key = (given, "--profile") if given is not None else (Path(own or ""), "planning.profile")
     try:
         profiles = Profiles.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -25,10 +31,10 @@ def read_profile(path: Path | None, recipe: Recipe, key: str = "--profile") -> P
         raise PlannerError(f"{path}: {error}") from error
     config = recipe.make_config()
     for name, measured in profiles.model.items():
-        own = getattr(config, name, None)
-        if own != measured:
+        wanted = getattr(config, name, None)
+        if wanted != measured:
             raise PlannerError(
-                f"{path}: measured with {name} {measured}, the recipe's model has {own}; "
+                f"{path}: measured with {name} {measured}, the recipe's model has {wanted}; "
                 "profile this recipe's model"
             )
     return profiles

@@ -22,6 +22,7 @@ from hetero_megatron.errors import HeteroError, RecipeError
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.hf_weights import HfWeights
 from hetero_megatron.planner.chooser import NamedStrategy
+from hetero_megatron.planner.plan import Plan
 from hetero_megatron.recipe_check import check_recipe, check_rows, longest_document
 from hetero_megatron.recipe_data import corpus_settings, refuse_no_folder
 from hetero_megatron.recipe_elastic import ElasticSection, FaultSection
@@ -36,9 +37,9 @@ from hetero_megatron.recipe_sections import (
     LoggingSection,
     NodesSection,
     OutputSection,
+    PlanningSection,
     Section,
     SourceSection,
-    SwitchingSection,
     TrainingSection,
     refuse_unknown,
 )
@@ -104,9 +105,9 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
     output: Annotated[OutputSection, _expanded("output")] = OutputSection()
     elastic: ElasticSection = ElasticSection()
-    switching: SwitchingSection = SwitchingSection()
+    planning: PlanningSection = PlanningSection()
     _file: str = PrivateAttr("recipe")
-    _chosen: Strategy | None = PrivateAttr(None)
+    _chosen: Plan | None = PrivateAttr(None)
     _weights: HfWeights | None = PrivateAttr(None)
 
     @field_validator("evaluation")
@@ -185,6 +186,11 @@ class Recipe(Section):
         """
         return self._strategy(self.strategy.several[0] if self.strategy.several else self.strategy)
 
+    @property
+    def plan(self) -> Plan | None:
+        """What the planner made of `strategy: auto`, once it was asked."""
+        return self._chosen
+
     def make_strategies(self) -> tuple[NamedStrategy, ...]:
         """All strategies of a run that switches between several by the documents of each step; the one, named `only`.
 
@@ -238,8 +244,8 @@ class Recipe(Section):
     def _strategy(self, section: StrategySection) -> Strategy:
         if section.auto:
             if self._chosen is None:
-                self._chosen = plan_recipe(self).strategy
-            return self._chosen
+                self._chosen = plan_recipe(self)
+            return self._chosen.strategy
         return strategy_of(section, self.make_config())
 
     def open_sources(
@@ -360,7 +366,7 @@ def _homes() -> dict[str, str]:
         "logging": LoggingSection,
         "data.sources[]": SourceSection,
         "output": OutputSection,
-        "switching": SwitchingSection,
+        "planning": PlanningSection,
         "elastic": ElasticSection,
         "elastic.faults[]": FaultSection,
         "the top level": Recipe,

@@ -7,6 +7,7 @@ from hetero_megatron.data.dispatch import deal
 from hetero_megatron.errors import HeteroError, RecipeError
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.planner.chooser import NamedStrategy
+from hetero_megatron.profile_file import profiles_of
 from hetero_megatron.recipe_data import check_tokens
 from hetero_megatron.recipe_refusals import in_section
 from hetero_megatron.strategy import Strategy
@@ -36,6 +37,8 @@ def check_recipe(recipe: "Recipe") -> None:
         recipe.open_weights()
     with in_section("cluster"):
         cluster = recipe.make_cluster()
+    if recipe.planning.profile is not None:
+        profiles_of(recipe)
     with in_section("strategy"):
         strategy = recipe.make_strategy()
         strategy.check(config.facts, cluster.ranks)
@@ -53,11 +56,6 @@ def check_recipe(recipe: "Recipe") -> None:
 def _check_several(recipe: "Recipe", config: LlamaConfig, cluster: Cluster) -> None:
     """Strategies that a run switches between have the same ranks, for optimizer states stay where they are."""
     if recipe.strategy.several is None:
-        if recipe.switching.profile is not None:
-            raise RecipeError(
-                "switching.profile is for choosing among several strategies, and the recipe has one; leave it out, or "
-                "write a list of strategies"
-            )
         return
     if recipe.data.packing != "documents":
         raise RecipeError(

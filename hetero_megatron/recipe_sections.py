@@ -256,10 +256,10 @@ class LoggingSection(Section):
         return value
 
 
-class SwitchingSection(Section):
-    """How a run with several strategies chooses one for each step.
+class PlanningSection(Section):
+    """What the planner goes by: for `strategy: auto`, among several strategies, after a loss, about slow ranks.
 
-    `profile`: times that `profile` has measured, in place of published figures.
+    `profile`: a file with times that `profile` has measured, in place of published figures.
     """
 
     profile: str | None = None

@@ -18,6 +18,7 @@ from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import ONLY, Recipe
+from hetero_megatron.recipe_plan import planned_by
 from hetero_megatron.runtime.batch import MicroBatch
 from hetero_megatron.runtime.optimizer import OptimizerSettings
 from hetero_megatron.runtime.switcher import check_shared
@@ -133,6 +134,8 @@ def prepare(recipe: Recipe) -> Run:
         identity = identity_of(recipe, data)
         if recipe.weights_folder is not None:
             say(f"first weights: those of {recipe.weights_folder}, where there is no checkpoint")
+        if recipe.plan is not None:
+            say(planned_by(recipe, recipe.plan))
         start = find_start(recipe, program, settings_of(recipe, data), identity, say)
         check_trace(recipe.logging, start.iteration, start.settings.train_iters)
         return Run(

@@ -1,4 +1,4 @@
-"""Ranks that compute slower than they should, and the plan that expects it (paper A.1; issue: switching and survival).
+"""Ranks that compute slower than they should, and the plan that expects it (paper A.1).
 
 Every rank's measured rate is held against what the cost model predicts for its stage; the fastest rank counts as 1. When a
 plan for devices of the measured speeds gains more than `elastic.straggler_gain` over the running strategy, and wins back
@@ -12,19 +12,19 @@ from pathlib import Path
 from statistics import median
 
 from hetero_megatron.cluster import Cluster, model_of, ranges_text
-from hetero_megatron.errors import PlannerError
 from hetero_megatron.pace import Rate, stage_flops
 from hetero_megatron.planner.cost import Costs
 from hetero_megatron.planner.movement import movement
 from hetero_megatron.planner.plan import make_plan
-from hetero_megatron.planner.problem import Choices, Problem
+from hetero_megatron.planner.problem import Problem
 from hetero_megatron.planner.profiles import Profiles
 from hetero_megatron.planner.replan import replan
 from hetero_megatron.planner.solver import NONE, Solver
+from hetero_megatron.profile_file import profiles_of
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.recipe_elastic import ElasticSection
-from hetero_megatron.recipe_plan import costs_of
+from hetero_megatron.recipe_plan import problem_under
 from hetero_megatron.runtime.world import Say
 from hetero_megatron.strategy import Strategy
 from hetero_megatron.strategy_yaml import strategy_yaml
@@ -72,14 +72,14 @@ class Proposal:
 
 
 def spelt(strategy: Strategy) -> str:
-    """Who has which layers, pipeline by pipeline: `8 x [rank 0: 0-1 > rank 1: 2-7]`."""
+    """Who has which layers, pipeline by pipeline: `8 x (rank 0: 0-1 > rank 1: 2-7)`."""
     return " + ".join(
-        f"{pipeline.micro_batches} x ["
+        f"{pipeline.micro_batches} x ("
         + " > ".join(
             f"rank {ranges_text(stage.ranks)}: {ranges_text(stage.layer_numbers)}"
             for stage in pipeline.stages
         )
-        + "]"
+        + ")"
         for pipeline in strategy.pipelines
     )
 
@@ -88,18 +88,16 @@ class Planner:
     """What measured speeds mean for one recipe's strategies; pure."""
 
     def __init__(self, recipe: Recipe, profiles: Profiles | None = None) -> None:
-        self._recipe, self._config, self._profiles = recipe, recipe.make_config(), profiles or Profiles()
+        self._recipe = recipe
+        self._profiles = profiles_of(recipe) if profiles is None else profiles
 
     def _costs(self, cluster: Cluster, strategy: Strategy) -> tuple[Problem, Costs]:
-        training = self._recipe.training
-        choices = Choices(zero=(strategy.zero,))
-        problem = Problem(self._config, cluster, training.global_batch_size, training.seq_length, choices)
         slow = {
             kind.name: _speed(cluster, kind.name)
             for kind in cluster.kinds
             if model_of(kind.name) != kind.name
         }
-        return problem, costs_of(self._recipe, problem, self._profiles.slowed(slow))
+        return problem_under(self._recipe, strategy, cluster, self._profiles.slowed(slow))
 
     def speeds(self, program: Program, rates: Mapping[int, Rate]) -> dict[int, float]:
         """Measured over predicted rate of each rank, the largest as 1; ranks that are alike have the same one.
@@ -134,14 +132,15 @@ class Planner:
         steps: int,
         least_gain: float,
     ) -> Proposal | None:
-        """A plan that is worth its change within so many steps, each of which takes `step_seconds` now."""
+        """A plan that is worth its change within so many steps, each of which takes `step_seconds` now.
+
+        Raises:
+            HeteroError: nothing fits, or not this run's steps.
+        """
         running = program.strategy
         cluster = program.cluster.slowed(speeds)
         problem, costs = self._costs(cluster, running)
-        try:
-            plan = make_plan(problem, costs, Solver(NONE))
-        except PlannerError:
-            return None
+        plan = make_plan(problem, costs, Solver(NONE))
         now = costs.step(running).seconds
         level = step_seconds / now
         horizon = max(1.0, steps * step_seconds)
@@ -160,7 +159,9 @@ class Planner:
             found[0].strategy,
             offload_optimizer=running.offload_optimizer,
             sequence_parallel=running.sequence_parallel,
+            context_parallel=running.context_parallel,
         )
+        self._recipe.refuse_unfit(kept, cluster.ranks)
         return Proposal(kept, dict(speeds), gain, best * level, pause)
 
 
@@ -221,7 +222,13 @@ class Watch:
             return
         self._looked = speeds
         gain = self._section.straggler_gain
-        proposal = self._planner.propose(program, speeds, median(self._seconds), self._last - iteration, gain)
+        left, seconds = self._last - iteration, median(self._seconds)
+        try:
+            proposal = self._planner.propose(program, speeds, seconds, left, gain)
+        # Whatever is wrong with the planner, training goes on.
+        except Exception as error:
+            self._say(f"WARNING: stragglers: no plan for speeds {speeds}: {error}")
+            return
         if proposal is not None:
             self._act(proposal, iteration)
 

@@ -199,7 +199,7 @@ def start(run: Run, environment: Mapping[str, str], elastic: "Place | None" = No
     """
     if elastic is None and "RANK" in environment and "WORLD_SIZE" in environment:
         with run.recipe.named():
-            refuse_change_without_elastic(run.recipe, False)
+            refuse_stragglers(run.recipe, False)
             pretrain_under_launcher(
                 run,
                 int(environment["RANK"]),
@@ -208,7 +208,7 @@ def start(run: Run, environment: Mapping[str, str], elastic: "Place | None" = No
             )
         return 0
     with run.recipe.named():
-        refuse_change_without_elastic(run.recipe, elastic is not None)
+        refuse_stragglers(run.recipe, elastic is not None)
         if elastic is not None:
             if len(run.programs) > 1:
                 raise StrategyError(
@@ -221,12 +221,18 @@ def start(run: Run, environment: Mapping[str, str], elastic: "Place | None" = No
         return pretrain(run)
 
 
-def refuse_change_without_elastic(recipe: Recipe, elastic: bool) -> None:
-    """Only an elastic run can change its strategy for measured speeds.
+def refuse_stragglers(recipe: Recipe, elastic: bool) -> None:
+    """Only an elastic run can change its strategy for measured speeds, and there is a plan for one strategy only.
 
     Raises:
         StrategyError: the recipe asks another run to.
     """
+    several = recipe.strategy.several
+    if recipe.elastic.stragglers != "ignore" and several is not None:
+        raise StrategyError(
+            f"elastic.stragglers: {recipe.elastic.stragglers} looks for one strategy, and this recipe has {len(several)} "
+            "that take turns; leave it at ignore"
+        )
     if recipe.elastic.stragglers == "replan" and not elastic:
         raise StrategyError(
             "elastic.stragglers: replan changes the strategy of an elastic run; start it with `pretrain --elastic`, or let "

@@ -182,12 +182,13 @@ class Supply:
         """Most stages of `size` devices: inside nodes, or of whole nodes of the largest size."""
         known = self._rooms.get((kind, size))
         if known is None:
-            own, largest = self.sites[kind], self.largest[kind]
+            own, largest = self.sites.get(kind, {}), self.largest.get(kind, 0)
+            # A kind of which no device is left has room for nothing.
             if size <= largest:
                 known = sum(count // size for count in own.values())
             else:
                 whole = sum(count == largest for count in own.values())
-                known = whole // (size // largest) if size % largest == 0 else 0
+                known = whole // (size // largest) if largest and size % largest == 0 else 0
             self._rooms[kind, size] = known
         return known
 

@@ -93,8 +93,8 @@ def replan(
     problem = replace(plan.problem, cluster=cluster)
     drafts, costs = _kept(plan, problem, bool(joined))
     found = _drafts(plan, drafts, before, set(gone))
-    if len(before.pipelines) > 1:
-        # A plan that could lose a rank stays one that can.
+    if len(before.pipelines) > 1 or 1 not in (problem.choices.pipelines or (1,)):
+        # A plan that could lose a rank stays one that can, and becomes one where that is asked for.
         found = [draft for draft in found if len(draft.lanes) > 1] or found
     best: tuple[float, Priced, int, float] | None = None
     for draft in islice(found, RANKED):

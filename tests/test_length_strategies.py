@@ -127,19 +127,15 @@ def test_a_profile_is_what_strategies_are_chosen_by(tmp_path: Path) -> None:
     ]
     sizes = {"hidden_size": config.hidden_size, "num_layers": config.num_layers}
     profile.write_text(Profiles(sizes, tuple(slow)).to_json())
-    run = prepare(load(tmp_path, LIST, f"switching.profile={profile}"))
+    run = prepare(load(tmp_path, LIST, f"planning.profile={profile}"))
     assert isinstance(run.data.packing, StrategyPacking)
     chooser = run.data.packing.chooser
     assert isinstance(chooser, StepChooser)
     assert chooser.costs.profiles.measurements == tuple(slow)
     with pytest.raises(
-        RecipeError, match=r"mixed.yaml: switching\.profile: .*nowhere.json: No such file or directory"
+        RecipeError, match=r"mixed.yaml: planning\.profile: .*nowhere.json: No such file or directory"
     ):
-        prepare(load(tmp_path, LIST, "switching.profile=nowhere.json"))
-    with pytest.raises(
-        RecipeError, match="switching.profile is for choosing among several strategies, and the"
-    ):
-        load(tmp_path, "strategy: {dp: 2, micro_batches: 1}\n", f"switching.profile={profile}")
+        prepare(load(tmp_path, LIST, "planning.profile=nowhere.json"))
 
 
 def test_a_kernel_without_a_ring_form_is_refused_whichever_strategy_has_the_ring(tmp_path: Path) -> None:

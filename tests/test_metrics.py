@@ -14,6 +14,8 @@ from hetero_megatron.errors import RecipeError, RuntimeFailure
 from hetero_megatron.metrics import (
     Metrics,
     StepFacts,
+    Turn,
+    by_length,
     check_installed,
     kept_lines,
     peak_memory_bytes,
@@ -38,6 +40,14 @@ def facts(iteration: int, **others: Any) -> StepFacts:
 
 def read(folder: Path) -> list[Any]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_says_which_strategy_made_a_step_of_how_long_documents() -> None:
+    found = step_values(result(3), facts(3, lengths=(3, 4, 5, 100), turn=Turn(1, "short", 0.25)), 1, 1)
+    assert found["longest_document"] == 100
+    assert found["lengths"] == {"4": [2, 7], "8": [1, 5], "128": [1, 100]}
+    assert (found["strategy"], found["strategy_number"], found["switch_seconds"]) == ("short", 1, 0.25)
+    assert by_length([1, 2, 1024, 1025]) == {"1": [1, 1], "2": [1, 2], "1024": [1, 1024], "2048": [1, 1025]}
 
 
 def test_a_line_says_what_the_step_did_and_how_fast() -> None:

@@ -160,7 +160,7 @@ def test_the_json_schema_admits_shorthands_and_names_every_section() -> None:
         "logging",
         "elastic",
         "output",
-        "switching",
+        "planning",
     }
     assert "string" in json.dumps(schema["properties"]["model"])
     assert "train_iters" in schema["$defs"]["TrainingSection"]["properties"]
@@ -206,7 +206,7 @@ def test_the_nearest_name_looks_at_letters_and_parts() -> None:
         (
             "extras.a=1",
             "FILE: extras: unknown key; known here: checkpoint, cluster, data, elastic, evaluation, kernels, "
-            "logging, model, output, strategy, switching, training",
+            "logging, model, output, planning, strategy, training",
         ),
         (
             "training.micro_batch_size=1",

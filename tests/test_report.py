@@ -72,6 +72,23 @@ def test_a_summary_shows_validation_the_wait_for_data_and_where_a_resumed_run_be
     assert text.endswith(f"files: {Path('runs/some/metrics.jsonl')}\n")
 
 
+def test_a_summary_counts_the_steps_of_each_strategy_and_the_time_of_switches(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    summary = RunSummary(10**6)
+    for iteration, name in enumerate(("long", "short", "short"), 1):
+        summary.add(result(iteration), 0.0, name)
+    summary.print(Path("runs/some"))
+    assert "0 switches in 0.000 s " in capsys.readouterr().out
+    summary.switched(0.2)
+    summary.switched(0.3)
+    summary.print(Path("runs/some"))
+    text = capsys.readouterr().out
+    for told in ("long: 1 steps, 0.500 s each", "short: 2 steps, 0.500 s each"):
+        assert told in text
+    assert "2 switches in 0.500 s, 25.0% of the time" in text
+
+
 def test_a_summary_of_a_whole_run_stays_short(capsys: pytest.CaptureFixture[str]) -> None:
     summary = RunSummary(10**6)
     for iteration in (1, 2):
@@ -81,3 +98,4 @@ def test_a_summary_of_a_whole_run_stays_short(capsys: pytest.CaptureFixture[str]
     assert "2 in 1.0 s " in text
     assert "validation" not in text
     assert "waited" not in text
+    assert "strategies" not in text

@@ -10,7 +10,7 @@ import torch
 from hetero_megatron import train
 from hetero_megatron.change_request import ChangeRequests
 from hetero_megatron.cluster import KINDS, Cluster, model_of
-from hetero_megatron.errors import StrategyError
+from hetero_megatron.errors import PlannerError, RecipeError, StrategyError
 from hetero_megatron.models.llama import Llama
 from hetero_megatron.pace import Pace, Rate, stage_flops
 from hetero_megatron.planner.profiles import Kept, Measurement, Profiles, Update
@@ -188,14 +188,34 @@ def test_a_folder_that_cannot_be_written_is_said_and_a_change_is_asked_for_all_t
     assert watch.wants_change
 
 
+def test_a_planner_that_fails_is_said_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = recipe(tmp_path, "elastic: {stragglers: propose}")
+    said: list[str] = []
+    watch, program = Watch(checked, tmp_path, 1000, said.append), program_of(checked)
+
+    def fail(*_: object) -> None:
+        raise PlannerError("nothing fits")
+
+    monkeypatch.setattr("hetero_megatron.stragglers.make_plan", fail)
+    told(watch, program, rates(Planner(checked), program, {0: 0.25, 1: 1.0}), ENOUGH + 5)
+    assert said == ["WARNING: stragglers: no plan for speeds {0: 0.25, 1: 1.0}: nothing fits"]
+
+
 def test_a_change_without_an_elastic_run_is_refused(tmp_path: Path) -> None:
-    run = cast(Run, SimpleNamespace(recipe=recipe(tmp_path, "elastic: {stragglers: replan}")))
+    checked = recipe(tmp_path, "elastic: {stragglers: replan}")
+    run = cast(Run, SimpleNamespace(recipe=checked))
     for environment in ({}, {"RANK": "0", "WORLD_SIZE": "2"}):
         with pytest.raises(
-            ValueError, match="elastic.stragglers: replan changes the strategy of an elastic run"
+            RecipeError, match="elastic.stragglers: replan changes the strategy of an elastic run"
         ):
             train.start(run, environment)
-    assert issubclass(StrategyError, ValueError)
+    section = checked.strategy.model_copy(update={"several": (checked.strategy, checked.strategy)})
+    with pytest.raises(
+        StrategyError, match="replan looks for one strategy, and this recipe has 2 that take turns"
+    ):
+        train.refuse_stragglers(checked.model_copy(update={"strategy": section}), True)
 
 
 def test_each_rank_fills_its_own_place_among_the_votes_and_their_sum_has_all() -> None:

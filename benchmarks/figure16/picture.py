@@ -59,7 +59,6 @@ def _steps(axes: "Axes", found: Replay, colours: dict[str, str]) -> None:
         axes.axvspan(each.at, begins, color=GREY, alpha=0.5, hatch="////", linewidth=0)
         axes.axvline(each.at, color=DARK, linewidth=1.2)
         axes.text(each.at, 1.30 * tallest, f" {each.what}", fontsize=9, color=DARK, va="top")
-        parts = ", ".join(f"{name} {took:.2f}" for name, took in each.parts.items() if took >= 0.005)
         axes.text(
             each.at,
             1.23 * tallest,
@@ -68,7 +67,6 @@ def _steps(axes: "Axes", found: Replay, colours: dict[str, str]) -> None:
             color=DARK,
             va="top",
         )
-        del parts
     for name, colour in colours.items():
         steps = found.of(name)
         middle = (steps[0].at - steps[0].seconds + steps[-1].at) / 2

@@ -68,7 +68,7 @@ class Recovered:
 @dataclass(frozen=True, slots=True)
 class Replay:
     """All that is shown of a trace; `sizes`: ranks by configuration; `weights`: the furthest of master weights and
-    moments at the end from one device's, in units of what is allowed."""
+    moments at the end from one device's, in units of what is allowed, and `furthest_tensor` where that is."""
 
     title: str
     layers: int
@@ -78,6 +78,7 @@ class Replay:
     recoveries: tuple[Recovered, ...]
     footprints: Mapping[str, Footprint]
     weights: float
+    furthest_tensor: str
 
     def of(self, configuration: str) -> tuple[Step, ...]:
         """The steps of a configuration."""
@@ -99,9 +100,7 @@ class Replay:
         steps = tuple(Step(**each) for each in values["steps"])  # type: ignore[attr-defined]
         recoveries = tuple(Recovered(**each) for each in values["recoveries"])  # type: ignore[attr-defined]
         feet = {name: Footprint(**each) for name, each in values["footprints"].items()}  # type: ignore[attr-defined]
-        return Replay(
-            found.title, found.layers, found.rows, found.sizes, steps, recoveries, feet, found.weights
-        )
+        return replace(found, steps=steps, recoveries=recoveries, footprints=feet)
 
 
 def replay(
@@ -222,17 +221,19 @@ def _result(
     layers = len({layer for stage in named[trace.first].pipelines[0].stages for layer in stage.layer_numbers})
     rows = sum(p.micro_batches * p.micro_batch_size for p in named[trace.first].pipelines)
     sizes = {name: len(strategy.ranks) for name, strategy in named.items()}
-    weights = _furthest_weight(folder, total)
-    return Replay(trace.title, layers, rows, sizes, steps, tuple(recoveries), footprints, weights)
+    weights, tensor = _furthest_weight(folder, total)
+    return Replay(trace.title, layers, rows, sizes, steps, tuple(recoveries), footprints, weights, tensor)
 
 
-def _furthest_weight(folder: Path, iteration: int) -> float:
-    """Of the last checkpoints of both runs."""
+def _furthest_weight(folder: Path, iteration: int) -> tuple[float, str]:
+    """Of the last checkpoints of both runs, and which tensor has it."""
     run, alone = (SavedState.open(folder_of(folder / name, iteration)) for name in ("elastic", "one_device"))
-    furthest = 0.0
+    found = []
     for name in alone.names:
         for kind in (MASTER, *MOMENTS):
             wanted = alone.read(name, kind)
             allowed = ABSOLUTE + RELATIVE * wanted.abs()
-            furthest = max(furthest, float(((run.read(name, kind) - wanted).abs() / allowed).max()))
-    return furthest
+            found.append(
+                (float(((run.read(name, kind) - wanted).abs() / allowed).max()), f"{kind} of {name}")
+            )
+    return max(found)

@@ -147,9 +147,9 @@ training:
   train_iters: {steps}
   global_batch_size: {rows}
   seq_length: 32
-  # A small rate: Adam turns the rounding of a gradient near zero into a difference of up to lr.
-  lr: 1.0e-3
-  adam_eps: 1.0e-4
+  # Adam turns the rounding of a gradient into lr / adam_eps times as much.
+  lr: 3.0e-3
+  adam_eps: 1.0e-2
   log_interval: 1
 # Many processes share few cores here: nobody is given up for being slow.
 elastic: {{heartbeat_s: 120, timeout_s: 600, phase_s: 600, plans: {plans}}}

@@ -21,7 +21,7 @@ from hetero_megatron.planner.reasons import bubble, why_slower
 from hetero_megatron.planner.replan import Replan, replan
 from hetero_megatron.planner.solver import Solver
 from hetero_megatron.planner.survival import fragile, survives
-from hetero_megatron.profile_file import read_profile
+from hetero_megatron.profile_file import profiles_of
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.recipe_plan import costs_of, problem_of
 from hetero_megatron.report import short_strategy, strategy_table
@@ -69,7 +69,7 @@ def run(recipe: Recipe, options: Options) -> None:
         HeteroError: nothing fits, or a file cannot be read or written.
     """
     with recipe.named():
-        profiles = read_profile(options.profile, recipe)
+        profiles = profiles_of(recipe, options.profile)
         choices = Choices(
             zero=(0, 1) if options.zero is None else (options.zero,),
             pipelines=() if options.pipelines is None else (options.pipelines,),

@@ -22,7 +22,7 @@ from hetero_megatron.planner.mixed import MixedPlan, plan_mixed
 from hetero_megatron.planner.mixed_floor import floor_seconds
 from hetero_megatron.planner.mixed_others import VARLEN, Other, others
 from hetero_megatron.planner.mixed_picture import draw_mixed, short
-from hetero_megatron.profile_file import read_profile
+from hetero_megatron.profile_file import profiles_of
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.strategy_yaml import strategies_section, strategies_yaml
 
@@ -72,7 +72,7 @@ def run(recipe: Recipe, options: Options) -> None:
     """
     with recipe.named():
         lengths = read_lengths(options.lengths, recipe)
-        costs = length_costs(recipe, read_profile(options.profile, recipe))
+        costs = length_costs(recipe, profiles_of(recipe, options.profile))
         tokens = recipe.training.global_batch_size * recipe.training.seq_length
         plan = plan_mixed(costs, lengths, tokens, options.most)
         sample = LengthSample.draw(lengths, costs.seq_length, tokens, STEPS, SEED)

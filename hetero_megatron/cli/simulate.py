@@ -19,7 +19,7 @@ from hetero_megatron.planner.cost import Costs, Lengths
 from hetero_megatron.planner.picture import draw_timeline
 from hetero_megatron.planner.profiles import Profiles
 from hetero_megatron.planner.simulate import RankReport, Simulation, simulate
-from hetero_megatron.profile_file import read_profile
+from hetero_megatron.profile_file import profiles_of
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
 from hetero_megatron.run import build_program
@@ -44,7 +44,7 @@ def run(
         HeteroError: the recipe cannot be turned into a Program, or a file cannot be read or written.
     """
     with recipe.named():
-        profiles = read_profile(profile, recipe)
+        profiles = profiles_of(recipe, profile)
         program = build_program(recipe, Llama(recipe.make_config()))
         costs = make_costs(recipe, program.strategy, profiles)
         found = simulate(program, costs, lengths_of(recipe, program.strategy))
@@ -93,21 +93,21 @@ def _compare(found: Simulation, measured: MeasuredStep) -> None:
         for side in ("predicted", "measured"):
             table.add_column(f"{part}\n{side}", justify="right", no_wrap=True)
     table.add_column("predicted, measured", no_wrap=True)
-    whole = max(found.seconds, measured.seconds)
     worst = (0.0, "", 0, 0.0, 0.0)
     for report in found.ranks:
         real = measured.ranks[report.rank]
         cells = []
         for part in PARTS:
             told, was = getattr(report, part), getattr(real, part)
-            worst = max(worst, (abs(told - was), part, report.rank, told, was))
+            shares = told / found.seconds, was / measured.seconds
+            worst = max(worst, (abs(shares[0] - shares[1]), part, report.rank, *shares))
             cells += [_seconds(told), _seconds(was)]
-        bars = Text.assemble(_bar(report, whole), "\n", _bar(real, whole))
+        bars = Text.assemble(_bar(report, found.seconds), "\n", _bar(real, measured.seconds))
         table.add_row(str(report.rank), *cells, bars)
     Console(highlight=False, width=max(WIDTH, console.width)).print(table)
     _, part, rank, told, was = worst
     console.print(
-        f"furthest apart: {part} of rank {rank}, {_seconds(told)} predicted and {_seconds(was)} measured",
+        f"furthest apart: {part} of rank {rank}, {100 * told:.1f}% of the step predicted and {100 * was:.1f}% measured",
         soft_wrap=True,
     )
 
@@ -198,10 +198,7 @@ def _bar(report: RankReport | Measured, whole: float) -> Text:
     """Busy, communication and bubble as a coloured bar."""
     busy = round(BAR * report.busy / whole)
     comm = min(BAR - busy, round(BAR * report.comm / whole))
-    rest = min(
-        BAR - busy - comm, round(BAR * (report.busy + report.comm + report.bubble) / whole) - busy - comm
-    )
-    return Text.assemble(("█" * busy, "green"), ("▓" * comm, "magenta"), ("░" * max(0, rest), "dim"))
+    return Text.assemble(("█" * busy, "green"), ("▓" * comm, "magenta"), ("░" * (BAR - busy - comm), "dim"))
 
 
 def _seconds(value: float) -> str:

@@ -73,8 +73,11 @@ class Recovery:
     @property
     def end(self) -> str:
         """The line for the log when the first step after it is committed: the whole of its time."""
+        since = (
+            "the ranks stopped" if self.planned == ASKED and not self.view.lost else "the loss was noticed"
+        )
         return (
-            f"recovered: iteration {self.iteration + 1} is committed {self._took():.3f} s after the loss was noticed "
+            f"recovered: iteration {self.iteration + 1} is committed {self._took():.3f} s after {since} "
             f"({self._parts()})"
         )
 

@@ -45,7 +45,7 @@ strategy:
   pipelines:
   - {micro_batches: 2, stages: [{ranks: 0-3, layers: 0-3, tp: 2, cp: 2}]}
 data: {packing: documents, long_documents: drop, workers: 2}
-switching: {profile: PROFILE}
+planning: {profile: PROFILE}
 training: {train_iters: 10, global_batch_size: 1, seq_length: 128, lr: 1e-3, adam_eps: 1e-4, log_interval: 1}
 """
 

@@ -9,6 +9,7 @@ from hetero_megatron.cluster import Cluster, Device, DeviceKind, Link
 from hetero_megatron.errors import ClusterError, PlannerError
 from hetero_megatron.models.config import LlamaConfig
 from hetero_megatron.models.presets import PRESETS
+from hetero_megatron.planner.churn_plans import renamed
 from hetero_megatron.planner.cost import Costs
 from hetero_megatron.planner.movement import movement
 from hetero_megatron.planner.plan import Plan, make_plan
@@ -211,3 +212,11 @@ def test_nothing_moves_between_equal_strategies_and_whole_layers_move_to_new_ran
     # Ranks 4 and 5 get halves of layers 0-3, rank 3 gets layers 4 and 5.
     assert moved.bytes == 6 * costs.work.layer_parameters * 12
     assert moved.seconds > 0
+
+
+def test_all_devices_of_a_kind_may_be_lost() -> None:
+    """Drafts of the first plan name a kind that is not there any more."""
+    plan = c4()
+    running = renamed(c1().strategy, {rank: rank + 16 for rank in range(32)})
+    found = replan(plan, range(16), running=running)
+    assert {plan.problem.cluster.kind(rank).name for rank in found.best.strategy.ranks} == {"h20"}

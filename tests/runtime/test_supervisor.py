@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from hetero_megatron.errors import RuntimeFailure
-from hetero_megatron.runtime.membership import Coordinator, Member, Progress, View
+from hetero_megatron.runtime.membership import Coordinator, Halted, Member, Progress, View
 from hetero_megatron.runtime.stopping import StopRequest
 from hetero_megatron.runtime.supervisor import Limits, Node, Supervisor
 
@@ -130,6 +130,57 @@ def test_who_wants_to_join_is_taken_in_when_all_have_stopped() -> None:
     assert view is not None
     assert (view.ranks, view.joined, view.iteration) == ((0, 1), (1,), 2)
     assert store.get("enter/1") == b"1"
+
+
+def test_who_has_joined_a_recovery_that_failed_still_holds_nothing() -> None:
+    store = dist.HashStore()
+    coordinator = Coordinator(store, (0, 1))
+    coordinator.join((2,))
+    for rank in (0, 1):
+        stopped(store, coordinator.view, rank, Progress(2))
+    first = coordinator.poll()
+    assert first is not None
+    assert first.joined == (2,)
+    coordinator.lost(1, "gone")
+    stopped(store, first, 0, Progress(2, base=0))
+    stopped(store, first, 2, Progress(-1))
+    second = coordinator.poll()
+    assert second is not None
+    assert (second.ranks, second.joined, second.base) == ((0, 2), (2,), 0)
+    # In the next one its layout was complete.
+    for rank in (0, 2):
+        stopped(store, second, rank, Progress(3, base=2))
+    coordinator.lost(0, "gone")
+    third = coordinator.poll()
+    assert third is not None
+    assert (third.ranks, third.joined) == ((2,), ())
+
+
+def test_who_wants_to_join_and_is_lost_before_is_not_taken_in() -> None:
+    store = dist.HashStore()
+    coordinator = Coordinator(store, (0,))
+    coordinator.join((1,))
+    coordinator.lost(1, "gone again")
+    stopped(store, coordinator.view, 0, Progress(2))
+    view = coordinator.poll()
+    assert view is not None
+    assert (view.ranks, view.joined) == ((0,), ())
+
+
+def test_a_wait_for_others_ends_when_one_of_them_is_lost() -> None:
+    def main(member: Member) -> None:
+        member.enter()
+        if member.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for wait in (lambda: member.wait_for_all("there", (0, 1)), lambda: member.share("word", None)):
+            with pytest.raises(Halted, match="another rank was lost while this one waited"):
+                wait()
+        assert member.stop(Progress(0)).ranks == (0,)
+        assert member.share("word", "said") == member.share("word", None) == "said"
+        member.wait_for_all("there", (0,))
+        assert member.end((0,))
+
+    assert Supervisor(Node((0, 1)), main).run(20) == 0
 
 
 def test_a_node_whose_store_is_gone_says_so() -> None:
