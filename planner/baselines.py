@@ -19,8 +19,8 @@ MEGATRON, HEXISCALE, OOBLECK, HOTSPA = "homogeneous", "hexiscale", "oobleck", "h
 LIMITS: Mapping[str, str] = MappingProxyType(
     {
         MEGATRON: "as Megatron plans: pipelines, stages and TP alike, layers evenly, one micro-batch size",
-        HEXISCALE: "as HexiScale plans: GPipe, layers by memory instead of speed, equal batches, whole activations "
-        "broadcast between stages, no ZeRO, no CP",
+        HEXISCALE: "as HexiScale plans, layers and batches by memory or tuned by speed: GPipe, all devices, whole "
+        "activations broadcast between stages, no ZeRO, no CP",
         OOBLECK: "as Oobleck plans: templates of whole nodes that it takes for alike, at least two pipelines for one "
         "failure, 1F1B, no ZeRO, no CP",
         HOTSPA: "as HotSPa plans: one homogeneous DP, TP, PP strategy per interval of lengths, no CP; rows of one "

@@ -5,25 +5,27 @@ After HexiScale (arXiv 2409.01143; its scheduler was published as FlashFlex). It
 - GPipe: all forward passes of a step before the first backward pass, whose activations are all held.
 - A stage lies in one node, on one kind; its TP is 8, 4, 2 or 1, and a node's devices in a pipeline make one of few
   tuples of stages: 8 of them [8], [4, 4] or [4, 2, 2], never four stages of 2.
-- Layers are in proportion to the memory of a stage, not to its speed.
-- All pipelines take equally many micro-batches; pipelines are made to have about the same memory together.
+- Its scheduler gives layers in proportion to the memory of a stage, not to its speed, and all pipelines equally many
+  micro-batches; pipelines have about the same memory together, and all devices take part.
 - Between stages the nearest two ranks exchange the whole activations, which are then broadcast in the stage: no rank
   sends its part only.
 - No ZeRO and no context parallelism.
 
-In its favour: instead of its graph partitioner and local choices, all ways to deal devices within these limits are
-compared, by a bound and then by our cost model; gradients overlap as ours do; all layers are recomputed where memory
+In its favour: layers and micro-batches by speed are tried as well, as a person would tune them (the paper's baselines
+"are carefully tuned"); instead of its graph partitioner and local choices, all ways to deal devices within these limits
+are compared, by a bound and then by our cost model; gradients overlap as ours do; all layers are recomputed where memory
 asks for it.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import islice, permutations, product
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.planner.cost import Costs
 from hetero_megatron.planner.drawn import evenly, recomputed, strategy_of_blocks
 from hetero_megatron.planner.lanes import Blocks
+from hetero_megatron.planner.level_two import PipelineLoad, StageLoad, deal_micro_batches, split_layers
 from hetero_megatron.planner.problem import Block, Problem
 from hetero_megatron.planner.rates import bytes_per_second
 from hetero_megatron.planner.realize import Priced, price
@@ -42,7 +44,10 @@ TUPLES: dict[int, tuple[tuple[int, ...], ...]] = {
 """TP of the stages that so many devices of a node make in a pipeline."""
 CUTS = (1, 2, 4, 8)
 """Into how many equal parts nodes are cut before they are dealt."""
-MOST_ORDERED, FITTING, TRIED = 3, 12, 96
+MOST_ORDERED, FITTING, TRIED = 3, 24, 192
+FEW, ALL_NUMBERS, COMBINED = 128, 12, 16
+"""Up to so many devices, every number of pipelines and every combination of tuples is tried; beyond, up to so many
+pipelines and numbers that divide the devices, and so many combinations at most."""
 
 Pieces = tuple[tuple[str, int], ...]
 """(kind, devices) of each node of a pipeline."""
@@ -78,19 +83,20 @@ class BroadcastCosts(Costs):
 def hexiscale(problem: Problem, costs: Costs) -> Priced | None:
     """The fastest plan within HexiScale's limits, or None where none fits."""
     own = BroadcastCosts.like(costs)
-    bounded = sorted(
-        (_bound(own, problem, lanes, rows), rows, lanes)
+    drawing = _Drawing(own, problem)
+    drawn = sorted(
+        each
         for lanes in dealings(problem)
         for rows in problem.rows
         if problem.global_batch_size // rows >= len(lanes)
+        for each in drawing.ways(lanes, rows)
     )
+    enough = FITTING if len(problem.cluster.devices) <= FEW else FITTING // 4
     best: Priced | None = None
     fitting = 0
-    for bound, rows, lanes in bounded[:TRIED]:
-        if fitting == FITTING or (best is not None and bound >= best.seconds):
+    for bound, rows, lanes, layers, counts in drawn[:TRIED]:
+        if fitting == enough or (best is not None and bound >= best.seconds):
             break
-        layers = [by_memory(problem, lane) for lane in lanes]
-        counts = evenly(problem.global_batch_size // rows, len(lanes))
         strategy = strategy_of_blocks(problem, lanes, layers, counts, rows)
         if strategy is None:
             continue
@@ -105,12 +111,66 @@ def hexiscale(problem: Problem, costs: Costs) -> Priced | None:
     return best
 
 
+Way = tuple[float, int, tuple[Blocks, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]
+"""A bound in seconds, rows, and per pipeline its stages, layers and micro-batches."""
+
+
+class _Drawing:
+    """Layers and micro-batches for stages: as the scheduler gives them, and by speed."""
+
+    def __init__(self, costs: Costs, problem: Problem) -> None:
+        self.costs, self.problem = costs, problem
+        self.links = {kind.name: kind.link for kind in problem.cluster.kinds}
+        self._by_speed: dict[tuple[Blocks, int, int], tuple[int, ...] | None] = {}
+
+    def ways(self, lanes: tuple[Blocks, ...], rows: int) -> Iterator[Way]:
+        """With bounds: a pipeline's slowest stage takes all its micro-batches, and the others one each."""
+        total = self.problem.global_batch_size // rows
+        layers = tuple(by_memory(self.problem, lane) for lane in lanes)
+        counts = evenly(total, len(lanes))
+        loads = self._loads(lanes, layers, rows)
+        yield _slowest(loads, counts), rows, lanes, layers, counts
+        split = [self._split(lane, rows, max(1, total // len(lanes))) for lane in lanes]
+        fast = tuple(each for each in split if each is not None)
+        if len(fast) == len(lanes):
+            loads = self._loads(lanes, fast, rows)
+            counts = deal_micro_batches(total, loads)
+            if min(counts) > 0 and (fast, counts) != (layers, evenly(total, len(lanes))):
+                yield _slowest(loads, counts), rows, lanes, fast, counts
+
+    def _seconds(self, block: Block, rows: int) -> float:
+        lengths = (self.problem.seq_length,) * rows
+        return self.costs.layer(block.kind, block.tp, 1, self.links[block.kind], lengths).total
+
+    def _loads(
+        self, lanes: Sequence[Blocks], layers: Sequence[Sequence[int]], rows: int
+    ) -> list[PipelineLoad]:
+        found = []
+        for lane, own in zip(lanes, layers, strict=True):
+            each = [n * self._seconds(block, rows) for block, n in zip(lane, own, strict=True)]
+            found.append(PipelineLoad(sum(each), max(each)))
+        return found
+
+    def _split(self, lane: Blocks, rows: int, micro_batches: int) -> tuple[int, ...] | None:
+        key = (lane, rows, micro_batches)
+        if key not in self._by_speed:
+            loads = [StageLoad(0.0, self._seconds(block, rows)) for block in lane]
+            self._by_speed[key] = split_layers(self.problem.config.num_layers, loads, micro_batches)
+        return self._by_speed[key]
+
+
+def _slowest(loads: Sequence[PipelineLoad], counts: Sequence[int]) -> float:
+    return max(load.seconds(count) for load, count in zip(loads, counts, strict=True))
+
+
 def dealings(problem: Problem) -> Iterator[tuple[Blocks, ...]]:
     """All devices as stages of pipelines, for every number of pipelines: nodes, or equal parts of them, by memory."""
     memory = {kind.name: kind.memory_bytes for kind in problem.cluster.kinds}
     seen: set[tuple[Blocks, ...]] = set()
     most = min(len(problem.cluster.devices), problem.global_batch_size)
-    for pipelines in problem.choices.pipelines or range(1, most + 1):
+    devices = len(problem.cluster.devices)
+    numbers = [n for n in range(1, most + 1) if devices <= FEW or n <= ALL_NUMBERS or devices % n == 0]
+    for pipelines in problem.choices.pipelines or numbers:
         for cut in CUTS:
             dealt = _dealt(problem.cluster, memory, pipelines, cut)
             if dealt is None:
@@ -151,7 +211,10 @@ def _staged(problem: Problem, dealt: Sequence[Pieces]) -> Iterator[tuple[Blocks,
         own = [each for each in _tuples(count) if all(tp in problem.degrees for tp in each)]
         options.append(own)
     orders = list(permutations(kinds)) if len(kinds) <= MOST_ORDERED else [tuple(kinds), tuple(kinds[::-1])]
-    for chosen in product(*options):
+    combinations: Iterator[tuple[tuple[int, ...], ...]] = product(*options)
+    if len(problem.cluster.devices) > FEW:
+        combinations = islice(combinations, COMBINED)
+    for chosen in combinations:
         stages = dict(zip(pieces, chosen, strict=True))
         for order in orders:
             yield tuple(
@@ -172,22 +235,6 @@ def _tuples(count: int) -> tuple[tuple[int, ...], ...]:
     if not rest and whole == 1:
         return TUPLES[8]
     return tuple(((8,) * whole + tail) for tail in (TUPLES[rest] if rest else ((),)))
-
-
-def _bound(costs: Costs, problem: Problem, lanes: Sequence[Blocks], rows: int) -> float:
-    """A pipeline's slowest stage takes all its micro-batches, and the others one each, whatever the schedule."""
-    links = {kind.name: kind.link for kind in problem.cluster.kinds}
-    lengths = (problem.seq_length,) * rows
-    counts = evenly(problem.global_batch_size // rows, len(lanes))
-    slowest = 0.0
-    for lane, count in dict(zip(lanes, counts, strict=True)).items():
-        layers = by_memory(problem, lane)
-        each = [
-            n * costs.layer(block.kind, block.tp, 1, links[block.kind], lengths).total
-            for block, n in zip(lane, layers, strict=True)
-        ]
-        slowest = max(slowest, (count - 1) * max(each) + sum(each))
-    return slowest
 
 
 def by_memory(problem: Problem, lane: Blocks) -> tuple[int, ...]:

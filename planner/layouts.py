@@ -15,6 +15,8 @@ from hetero_megatron.strategy import Pipeline, Recompute, Stage, Strategy
 MOST_NODES_PER_TP, MOST_CP = 2, 8
 KINDS = ("none", "selective", "half", "full")
 """Recomputation of a pipeline's layers; `half`: full, of the first half of each stage's layers."""
+MOST_ROWS = 2
+"""Micro-batches of more than so many contexts are not looked at: what they save is little."""
 LEAST_SHARE = 64
 """Micro-batches of less than one part in so many of the context are of no use."""
 
@@ -135,7 +137,7 @@ class Layouts:
         return self._works[layout]
 
     def capacity(self, layout: Layout, replicas: int) -> int:
-        """Most tokens of a micro-batch, up to the context, if states are cut over at least so many replicas; 0: none."""
+        """Most tokens of a micro-batch, `MOST_ROWS` contexts at most, if states are cut over so many replicas; 0: none."""
         key = (layout, replicas)
         if key not in self._capacities:
             # Of a rank's memory only its own pipeline and the number of replicas matter.
@@ -149,7 +151,7 @@ class Layouts:
 
     def _most(self, excess_of: Callable[[int], float], unit: int) -> int:
         """The most tokens that fit: memory is nearly linear in them, so that few guesses are needed."""
-        low, high = 0, self.context // unit + 1
+        low, high = 0, MOST_ROWS * self.context // unit + 1
         over, under = excess_of(unit), excess_of((high - 1) * unit)
         if over > 0 or under <= 0:
             return 0 if over > 0 else (high - 1) * unit
@@ -178,7 +180,10 @@ class Layouts:
     def pipeline(
         self, layout: Layout, ranks: Sequence[int], max_tokens: int | None = None, micro_batches: int = 0
     ) -> Pipeline:
-        """A pipeline on the first of these ranks; `micro_batches` 0: as many as keep all stages busy."""
+        """A pipeline on the first of these ranks; `micro_batches` 0: as many as keep all stages busy.
+
+        Its micro-batches have as many rows of the context as `max_tokens` fill, the last one in part.
+        """
         size = layout.tp * layout.cp
         ends = [0]
         for held in self._split(layout):
@@ -193,7 +198,8 @@ class Layouts:
             )
             for place, (first, end) in enumerate(pairwise(ends))
         )
-        return Pipeline(micro_batches or 2 * layout.pp, 1, stages, max_tokens)
+        rows = 1 if max_tokens is None else -(-max_tokens // self.context)
+        return Pipeline(micro_batches or 2 * layout.pp, max(1, rows), stages, max_tokens)
 
     def _split(self, layout: Layout) -> tuple[int, ...]:
         """Layers per stage: even, with fewer on the last one where the head is dear enough."""

@@ -67,19 +67,21 @@ class Baseline:
 
 
 def homogeneous(layouts: Layouts) -> tuple[tuple[Layout, Strategy], ...]:
-    """Every homogeneous strategy on all devices whose micro-batches hold the context.
+    """Every homogeneous strategy on all devices whose micro-batches hold the context, with as little recomputation.
 
     Raises:
         PlannerError: there is none.
     """
-    found = []
-    for layout in layouts.all:
+    found: list[tuple[Layout, Strategy]] = []
+    shapes: set[tuple[int, int, int]] = set()
+    for layout in sorted(layouts.all, key=lambda each: KINDS.index(each.recompute)):
         count, rest = divmod(len(layouts.ranks), layout.devices)
-        replicas = count * layout.cp
-        if rest or layouts.capacity(layout, replicas) < layouts.context:
+        replicas, shape = count * layout.cp, (layout.tp, layout.cp, layout.pp)
+        if rest or shape in shapes or layouts.capacity(layout, replicas) < layouts.context:
             continue
         strategy = layouts.build(((layout, count),), layouts.context)
         if strategy is not None:
+            shapes.add(shape)
             found.append((layout, strategy))
     if not found:
         raise PlannerError(

@@ -30,8 +30,9 @@ FAULTS = 1
 """Failures at a time that all state outlives: so many replicas and one more."""
 PER_STAGE = 4
 """Micro-batches per stage that a template is chosen for (Oobleck, section 4.1.2)."""
-MOST_NODES, TIMED = 16, 8
-"""Nodes up to which every mixture of templates is looked at; mixtures that the cost model times."""
+MOST_NODES, MOST_LARGE, TIMED = 16, 8, 8
+"""Nodes up to which every mixture of templates is looked at; nodes of the largest template on larger clusters, unless
+the model needs more; mixtures that the cost model times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ def oobleck(problem: Problem, costs: Costs, faults: int = FAULTS) -> Priced | No
                 seconds = max(load.seconds(n) for load, n in zip(loads, counts, strict=True))
                 found.append((seconds, rows, chosen, counts))
         found.sort(key=lambda each: each[:2])
-        for _, _, chosen, counts in found[:TIMED]:
+        few = len(nodes) <= MOST_NODES
+        for _, _, chosen, counts in found[: TIMED if few else TIMED // 4]:
             if min(counts) < 1:
                 continue
             draft = Draft(
@@ -117,6 +119,8 @@ def templates(
             if not found:
                 # The other replicas have as few nodes as hold the model, too.
                 most = nodes - faults * count
+                if nodes > MOST_NODES:
+                    most = min(most, max(MOST_LARGE, 2 * count))
             if count <= most:
                 found.append(best)
         count += 1

@@ -94,6 +94,7 @@ def show(found: Replay) -> None:
         )
     print(
         f"  weights and moments at the end: {found.weights:.2f} of what may lie between them and one device's"
+        f" ({found.furthest_tensor})"
     )
 
 

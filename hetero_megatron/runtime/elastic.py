@@ -9,6 +9,7 @@ rank has the new one.
 import base64
 import gc
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -79,6 +80,7 @@ class ElasticSession:
         self._start, self._faults = start, faults
         self._programs: dict[int, Program] = {}
         self._sockets: Sockets = frozenset()
+        self._held = []
         self._base = 0
         self.session: Session | None = None
         self.completed: StepResult | None = None
@@ -164,6 +166,7 @@ class ElasticSession:
         self.member.note("recovery", session.iteration if session else 0)
         cut(self._sockets)
         self._sockets = frozenset()
+        held, self._held = self._held, []
         self._old = session or self._old
         if self._next is not None and hasattr(self._next[1], "world"):
             self._next[1].let_go()
@@ -176,6 +179,8 @@ class ElasticSession:
         if hasattr(self, "world"):
             del self.world
         gc.collect()
+        # In a thread: gloo may wait for a send on a connection that was cut, and its group for that, until the time-out.
+        threading.Thread(target=held.clear, name="old groups", daemon=True).start()
         old = self._old
         if old is None:
             return Progress(-1, noticed=noticed, at=(at, time.time()))
@@ -183,6 +188,8 @@ class ElasticSession:
         counters = old.iteration, agreed, self._base, old.skipped_iterations, old.state.step
         return Progress(*counters, noticed, (at, time.time()))
 
+    _held: list[dist.ProcessGroup]
+    """The groups of this generation, so that none of them is given back before `_let_go` does."""
     _old: Session | None = None
     """The session whose state is complete, from which a recovery moves; kept until all have the next one."""
     _next: tuple[int, Session] | None = None
@@ -196,7 +203,7 @@ class ElasticSession:
             self._note("connecting", view.iteration)
 
         met = meet(self.member, view, program, device, timeout_s, local, stage)
-        self.world, self._sockets = met.world, met.sockets
+        self.world, self._sockets, self._held = met.world, met.sockets, met.groups.held
         return met.groups
 
     def _take(self, session: Session | None, generation: int) -> None:

@@ -213,6 +213,12 @@ class Groups:
         return groups[ranks]
 
     @property
+    def held(self) -> list[dist.ProcessGroup]:
+        """The process groups of this process, that of the world among them."""
+        found = [self.world.control, *self._groups.values(), *self._control.values()]
+        return found if dist.group.WORLD is None else [*found, dist.group.WORLD]
+
+    @property
     def created(self) -> tuple[tuple[int, ...], ...]:
         """The rank tuples that have a group, sorted; the same on every rank, members or not."""
         return tuple(sorted(self._created))

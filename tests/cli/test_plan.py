@@ -63,7 +63,7 @@ def test_tables_name_the_plan_the_others_and_what_memory_it_needs(small: str) ->
         "planned",
         "homogeneous",
         "our gain",
-        "hexiscale: as HexiScale plans: GPipe, layers by memory",
+        "hexiscale: as HexiScale plans, layers and batches by memory or tuned",
         "oobleck: as Oobleck plans: templates of whole nodes",
         "hotspa: as HotSPa plans: one homogeneous",
         "given",

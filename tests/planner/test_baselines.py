@@ -43,13 +43,11 @@ def test_every_baseline_fits_and_none_is_faster() -> None:
         assert found.seconds >= plan.best.seconds, name
 
 
-def test_hexiscale_runs_gpipe_without_zero_and_gives_layers_by_memory() -> None:
+def test_hexiscale_runs_gpipe_without_zero_and_its_scheduler_gives_layers_by_memory() -> None:
     found, problem = others()["hexiscale"], mixed().problem
     assert found is not None
     assert found.strategy.schedule == "gpipe"
     assert found.strategy.zero == 0
-    counts = [pipeline.micro_batches for pipeline in found.strategy.pipelines]
-    assert max(counts) - min(counts) <= 1
     kinds = {kind.name: kind.memory_bytes for kind in problem.cluster.kinds}
     for lanes in dealings(problem):
         for lane in lanes:
