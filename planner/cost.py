@@ -106,7 +106,7 @@ class Costs(StageCosts):
         return self.work.update_seconds(self._kinds[kind], elements) if measured is None else measured
 
     def memory(self, strategy: Strategy, replicas: int | None = None) -> dict[int, int]:
-        """Bytes per rank, never less than `memory.estimate` counts, and what the profile says is taken beside.
+        """Bytes per rank, never less than `memory.estimate` counts, and what driver and libraries take beside.
 
         `replicas`: over how many ZeRO-1 cuts, where these are not all pipelines of the strategy.
         """
@@ -146,7 +146,7 @@ class Costs(StageCosts):
         return found
 
     def _reserved(self, rank: int) -> int:
-        return int(self.profiles.reserved_bytes.get(self.cluster.kind(rank).name, 0))
+        return self.profiles.reserved(self.cluster.kind(rank))
 
     def fixed(self, strategy: Strategy) -> float:
         """Seconds of every step beside computing and what was counted: the ranks agree on numbers, twice."""

@@ -66,7 +66,8 @@ class _Search:
 
     def settings(self) -> list[tuple[Setting, int]]:
         """What all lanes of a plan share, and their context-parallel size; first those of the best plan so far."""
-        problem, found = self.problem, {}
+        problem = self.problem
+        found: dict[tuple[Setting, int], None] = {}
         for rows, cp, zero in product(problem.rows, problem.parts, problem.choices.zero):
             most = min(problem.global_batch_size // rows, len(problem.cluster.devices) // cp)
             for count in problem.choices.pipelines or range(1, most + 1):

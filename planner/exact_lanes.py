@@ -55,10 +55,11 @@ class LaneSplits:
         if micro_batches * self.total / speed >= limit or len(blocks) > self.total:
             return []
         splits, found = self._all(len(blocks)), []
-        fits = np.zeros(len(splits), dtype=bool)
+        fits: NDArray[np.bool_] = np.zeros(len(splits), dtype=bool)
         for recompute in ("none", *self.prices.problem.choices.recompute):
             loads = self.lanes.loads(blocks, setting, micro_batches, recompute)
-            kept = (splits <= np.array([load.most(self.total) for load in loads])).all(axis=1)
+            most = np.array([load.most(self.total) for load in loads])
+            kept: NDArray[np.bool_] = np.all(splits <= most, axis=1)
             if recompute == "none":
                 fits, chosen = kept, splits[kept]
             else:

@@ -164,8 +164,8 @@ class Prices:
 
     def room(self, kind: str) -> float:
         """Bytes of a device that a plan may fill."""
-        memory = next(each.memory_bytes for each in self.problem.cluster.kinds if each.name == kind)
-        return memory - self.costs.profiles.reserved_bytes.get(kind, 0)
+        device = next(each for each in self.problem.cluster.kinds if each.name == kind)
+        return device.memory_bytes - self.costs.profiles.reserved(device)
 
     def bytes(self, where: Where, recompute: str) -> Bytes:
         """The cost model's account of stages with one and two layers, as lines: it is straight from there on."""

@@ -12,12 +12,17 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from hetero_megatron.cluster import Link, model_of
+from hetero_megatron.cluster import DeviceKind, Link, model_of
 from hetero_megatron.errors import PlannerError
 from hetero_megatron.planner.curves import Curve, Point, fit, positive
 from hetero_megatron.planner.rates import bytes_per_second
 
 VERSION = 1
+RESERVED_BYTES = 3 * 2**29
+"""Of a GPU's memory, for what is no tensor, where no profile says it: the driver's context (about 0.5 GiB) and NCCL's
+buffers and cuBLAS's workspaces (about 1 GiB). Assumed, not measured. The paper's C6 leaves 2.0 GiB on its fullest rank."""
+LEAST_GPU_BYTES = 4 * 2**30
+"""Devices with less memory are no GPUs: all of it is theirs to fill."""
 Unit = Literal["layer", "embedding", "head"]
 Phase = Literal["forward", "backward", "weight_gradient"]
 Operation = Literal["p2p", "all_reduce", "reduce_scatter", "all_gather"]
@@ -89,7 +94,7 @@ class Profiles:
 
     Attributes:
         model: sizes of the model that was measured, by name; empty when nothing was.
-        reserved_bytes: per device kind, device memory that training needs beside its tensors.
+        reserved_bytes: per device kind, device memory that training needs beside its tensors; else `RESERVED_BYTES`.
         fixed_seconds: per device kind, what every step takes beside all that is counted.
         notes: about the machine, for people.
 
@@ -124,6 +129,11 @@ class Profiles:
                     f"profile: {moved.operation!r} of {moved.bytes} bytes among {moved.ranks} ranks on {moved.link} took "
                     f"{moved.seconds} s; operations: {', '.join(OPERATIONS)}, of 2 ranks or more, nothing negative"
                 )
+
+    def reserved(self, kind: DeviceKind) -> int:
+        """Bytes of a device that a plan may not fill."""
+        assumed = 0 if model_of(kind.name) == "cpu" or kind.memory_bytes < LEAST_GPU_BYTES else RESERVED_BYTES
+        return int(self.reserved_bytes.get(kind.name, assumed))
 
     def curve(
         self, kind: str, precision: str, tp: int, cp: int, unit: Unit, phase: Phase, prior: Curve

@@ -39,7 +39,8 @@ def _h800(speed: float) -> float:
 # Speeds in units of an H20 at TP4, embedding and head counted, so that level 2 gives the paper's layers back.
 # TP4: with 3.25 to 3.4 all three 32B splits of Table 9 come out to the layer (7 7 23 23, 6 6 6 21 21, 11 11 38); the
 # middle. TP8: Table 9's 70B splits. TP2 and TP1 of H800: C6's odd stages (13 layers on two and 7 with the head on one
-# beside 22 on four). H20: C2's odd stages (8 layers on two and 4 with the head on one beside 16 on four).
+# beside 22 on four). H20 is taken as constant: C2's odd stages (8 layers on two, 4 and the head on one, beside 16 on four)
+# balance without the head, or with 15% more at TP1; which of the two, the paper does not say.
 _A100 = Sustained(
     {1: 0.74, 2: 0.74, 4: 0.66, 8: 0.56, 16: 0.38},
     "Hydraulis' fits of a 32B Llama on A800: 0.852, 0.956, 1.131, 1.64 GPU-ms per token at TP2, 4, 8, 16 "
@@ -55,7 +56,7 @@ _H100 = Sustained(
 )
 SUSTAINED: Mapping[str, Sustained] = MappingProxyType(
     {
-        "h20": Sustained({1: 1.15 * _H20, 2: _H20}, "inferred from paper Tables 9, 11 and 12, see above"),
+        "h20": Sustained({1: _H20}, "inferred from the steps of paper Table 9 and C4, see above"),
         "h800": Sustained(
             {1: _h800(4.6), 2: _h800(3.95), 4: _h800(10 / 3), 8: _h800(2.6)},
             "inferred from the layer splits of paper Tables 9 and 12, see above",

@@ -99,7 +99,10 @@ def solve(problem: Integers, solver: Solver) -> tuple[float, ...]:
     for coefficients, equal, bound in problem.rows:
         left = pulp.lpSum(c * x for c, x in zip(coefficients, variables, strict=True) if c)
         model += (left == bound) if equal else (left >= bound)
-    status = _run(model, solver)
+    with warnings.catch_warnings():
+        # As above; CBC is asked for by PuLP's older name.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        status = _run(model, solver)
     if status == pulp.LpStatusInfeasible:
         raise NoAnswer
     # `Optimal` alone is not enough: some solvers say it of the best point found within their time limit.

@@ -2,12 +2,15 @@
 
 import json
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hetero_megatron.data.samples import DataPosition
 from hetero_megatron.recipe import Recipe, load_recipe
+from hetero_megatron.run import prepare
 from hetero_megatron.runtime.learning_rate import learning_rate
 from tests.cli.commands import run
 
@@ -93,3 +96,17 @@ def test_the_small_recipe_of_mixed_lengths_is_for_this_machine() -> None:
     named = found.make_strategies()
     assert [(each.name, each.max_length) for each in named] == [("long", None), ("short", 2560)]
     assert {each.strategy.ranks for each in named} == {(0, 1, 2, 3)}
+
+
+def test_the_small_recipe_of_mixed_lengths_switches(tmp_path: Path) -> None:
+    run = prepare(load_recipe(RECIPES / "mixed_length_cpu.yaml", [f"output={tmp_path}"]))
+    steps, packing, position, found = run.data.steps, run.data.packing, DataPosition(), []
+    for _ in range(32):
+        step = steps.at(position)
+        assert step is not None
+        found.append(step)
+        position = steps.after(step)
+    packing.decide(found)
+    taken = [packing.share(step).strategy for step in found]
+    assert min(taken.count(0), taken.count(1)) > 4, "both strategies train"
+    assert sum(a != b for a, b in pairwise(taken)) > 4

@@ -17,20 +17,18 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 
 from hetero_megatron.errors import ReshardError, RuntimeFailure
-from hetero_megatron.losses import stand_ins
 from hetero_megatron.program import Program
 from hetero_megatron.runtime.faults import Faults
+from hetero_megatron.runtime.heir import Heir
 from hetero_megatron.runtime.launch import is_peer_failure
 from hetero_megatron.runtime.making import Making
-from hetero_megatron.runtime.meeting import meet
+from hetero_megatron.runtime.meeting import cut_when_halted, meet
 from hetero_megatron.runtime.membership import Halted, Member, Progress, View
-from hetero_megatron.runtime.move import Moves
 from hetero_megatron.runtime.recovery import ASKED, Laps, Recovery, in_short
 from hetero_megatron.runtime.session import Session, StepResult
 from hetero_megatron.runtime.sockets import Sockets, cut
 from hetero_megatron.runtime.world import Groups, World
 from hetero_megatron.strategy import Strategy
-from hetero_megatron.switch_plan import SwitchPlan, switch_between
 
 T = TypeVar("T")
 Asked = Callable[[View], Strategy | None]
@@ -101,10 +99,11 @@ class ElasticSession:
                 self._programs[0] = program
                 if member.rank == view.ranks[0]:
                     member.share("strategy", _as_text(program.strategy, ""))
-                groups = self._connect(program, view)
-                session = start(program, self.world, groups)
-                if session is not None:
-                    making.guard(session)
+                with cut_when_halted(member):
+                    groups = self._connect(program, view)
+                    session = start(program, self.world, groups)
+                    if session is not None:
+                        making.guard(session)
                 self._take(session, 0)
         except RuntimeError as error:
             self._note_failure(error)
@@ -246,14 +245,16 @@ class ElasticSession:
         laps.lap("complete")
         base, program, planned = self._program(view)
         laps.lap("plan")
-        groups = self._connect(program, view)
-        laps.lap("groups")
-        session, lost_state, moved_bytes = self._filled(base, program, view, groups, laps)
-        if session is not None:
-            self._making.guard(session)
-            self._next = view.generation, session
-        # Whoever gets past this knows that all have the new state.
-        dist.barrier(group=self.world.control)
+        # Not every rank has something under way with one that is lost now.
+        with cut_when_halted(self.member):
+            groups = self._connect(program, view)
+            laps.lap("groups")
+            session, lost_state, moved_bytes = self._filled(base, program, view, groups, laps)
+            if session is not None:
+                self._making.guard(session)
+                self._next = view.generation, session
+            # Whoever gets past this knows that all have the new state.
+            dist.barrier(group=self.world.control)
         laps.lap("move")
         hook = old.gradient_hook if old is not None else None
         if session is not None and hook is not None:
@@ -272,45 +273,16 @@ class ElasticSession:
         self, base: Program, program: Program, view: View, groups: Groups, laps: Laps
     ) -> tuple[Session | None, str, int]:
         """This rank's session of the next program with the state in it, what came from a checkpoint, and bytes moved."""
-        making, old = self._making, self._old
-        has_part = self.member.rank in program.strategy.ranks
+        heir = Heir(self._making, self.member.rank, view, self.world, groups, self._note)
         try:
-            gone = frozenset(base.strategy.ranks) - (set(view.ranks) - set(view.joined))
-            acting = stand_ins(base, gone, making.kept(base))
-            adam = making.settings.name == "adam"
-            plan = switch_between(base, program, lost=gone - set(acting), moments=adam)
+            plan, acting = heir.plan(base, program)
         except ReshardError as error:
             if self._restart is None:
                 raise RuntimeFailure(f"{error}; this run has no checkpoint to go back to") from error
             return self._restart(program, self.world, groups), str(error), 0
-        session = making.session(program, self.world, groups) if has_part else None
+        session = heir.session(program)
         laps.lap("specialize")
-        if session is not None:
-            session.phase_hook = self._note
-        self._move(plan, acting, old, session, view)
-        return session, "", int(sum(sum(by_link.values()) for by_link in plan.bytes_sent().values()))
-
-    def _move(
-        self,
-        plan: SwitchPlan,
-        acting: dict[int, int],
-        old: Session | None,
-        session: Session | None,
-        view: View,
-    ) -> None:
-        shadows = old.copies.shadows if old is not None and old.copies is not None else {}
-        own = {ward: shadows[ward] for ward, guardian in acting.items() if guardian == self.member.rank}
-        before = None if old is None else old.state
-        after = None if session is None else session.state
-        moves = Moves(plan, self.world, before, after, acting=acting, shadows=own)
-        self._note("switching", view.iteration)
-        # Once more when the first round is under way: a fault may strike before it or amid it.
-        moves.run(keep=True, amid=lambda: self._note("switching", view.iteration))
-        if session is not None:
-            session.iteration, session.skipped_iterations = view.iteration, view.skipped
-            session.state.step = view.optimizer_steps
-            session.gather.start()
-            session.gather.finish()
+        return session, "", heir.move(plan, acting, self._old, session)
 
     def _program(self, view: View) -> tuple[Program, Program, str]:
         """The program that the state is in, the next one, and what there is to say of that."""

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.program import Program
+from hetero_megatron.runtime.launch import is_peer_failure
 from hetero_megatron.runtime.membership import Halted, Member, View
 from hetero_megatron.runtime.sockets import Sockets, cut, open_sockets
 from hetero_megatron.runtime.world import Groups, World
 
-_WATCH_SECONDS = 0.01
+_WATCH_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +44,29 @@ def meet(
     `stage` is called before all are there, when all are, and when they are connected.
 
     Raises:
-        Halted: a rank of the view was lost meanwhile.
-        RuntimeError: a connection failed before that was known, as the communication library words it.
+        Halted: a rank of the view was lost before all were there.
+        RuntimeError: one was lost later, as the communication library words it; inside `cut_when_halted`, at once.
     """
     before = open_sockets()
     # A connection of its own: one that waits answers nobody else, and is not to be missed when it is cut.
     store = dist.PrefixStore(f"world/{view.generation}", member.connect())
     stage()
     member.wait_for_all("ready", view.ranks)
-    with _cut_when_halted(member, before):
-        stage()
-        world = World.over(store, member.rank, view.ranks, device, timeout_s, local)
-        stage()
-        groups = Groups.of(world, [program])
+    stage()
+    world = World.over(store, member.rank, view.ranks, device, timeout_s, local)
+    stage()
+    groups = Groups.of(world, [program])
     return Meeting(world, groups, open_sockets() - before)
 
 
 @contextlib.contextmanager
-def _cut_when_halted(member: Member, before: Sockets) -> Iterator[None]:
-    """Cut all connections made inside as soon as the member's view is over."""
-    done, is_cut = threading.Event(), threading.Event()
+def cut_when_halted(member: Member) -> Iterator[None]:
+    """Cut all connections made inside as soon as the member's view is over.
+
+    Raises:
+        Halted: in place of what failed because of that.
+    """
+    before, done, is_cut = open_sockets(), threading.Event(), threading.Event()
 
     def watch() -> None:
         with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):
@@ -77,8 +81,8 @@ def _cut_when_halted(member: Member, before: Sockets) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if is_cut.is_set():
-            raise Halted("another rank was lost while connections were made") from error
+        if is_cut.is_set() and is_peer_failure(error):
+            raise Halted("another rank was lost while this one took up its work") from error
         raise
     finally:
         done.set()

@@ -4,11 +4,15 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 
+from hetero_megatron import train
+from hetero_megatron.elastic import pretrain_elastic
+from hetero_megatron.recipe import load_recipe
 from hetero_megatron.trace_file import read_spans
-from tests.cli.test_pretrain_elastic import pretrain
 
 RECIPE = """
 model: {preset: llama_tiny, num_layers: 8, hidden_size: 128, ffn_hidden_size: 352}
@@ -21,44 +25,50 @@ strategy:
 """
 ONE = "strategy: {pipelines: [{micro_batches: 8, micro_batch_size: 1, stages: [{ranks: 0, layers: 0-7}]}]}"
 SLOW = (
-    "elastic: {stragglers: replan, faults: [{kind: slow, rank: 0, iteration: 1, phase: forward, factor: 6}]}"
+    "elastic: {stragglers: replan, faults: [{kind: slow, rank: 0, iteration: 1, phase: forward, factor: 4}]}"
 )
 
 
-def metrics(folder: Path, *parts: str, elastic: bool = False) -> tuple[list[dict], str]:  # type: ignore[type-arg]
+def metrics(folder: Path, *parts: str, elastic: bool = False) -> list[dict[str, Any]]:
     folder.mkdir()
     path = folder / "recipe.yaml"
     path.write_text("\n".join([RECIPE, *parts, f"output: {folder / 'run'}"]))
-    ended = pretrain(path, *(["--elastic"] if elastic else []))
-    assert ended.returncode == 0, ended.stderr
+    checked = train.prepare(load_recipe(path))
+    assert (pretrain_elastic(checked) if elastic else train.pretrain(checked)) == 0
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], ended.stdout
+    return [json.loads(line) for line in lines]
 
 
-def test_a_run_with_a_slow_rank_finds_it_and_gets_faster_with_the_same_losses(tmp_path: Path) -> None:
+def test_a_run_with_a_slow_rank_finds_it_and_gets_faster_with_the_same_losses(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     trace = tmp_path / "trace.json"
-    slow, out = metrics(
+    slow = metrics(
         tmp_path / "slow", EQUAL, SLOW, f"logging: {{trace: {trace}, trace_steps: 2-14}}", elastic=True
     )
-    one, _ = metrics(tmp_path / "one", ONE)
+    out = capfd.readouterr().out
+    one = metrics(tmp_path / "one", ONE)
     assert [each["loss"] for each in slow] == pytest.approx([each["loss"] for each in one], rel=1e-5)
 
     found = re.search(r"stragglers: rank 0 computes at (0\.\d+) of the fastest; (.*) is predicted", out)
     assert found is not None, out
-    assert re.fullmatch(r"8 x \(.*rank 0: [\d-]+.*\)|\d x \(.*rank 0: 0-7.*\)", found[2])
+    # How many layers or rows rank 0 keeps, if any, is the planner's word on what was measured.
+    assert re.fullmatch(r"\d x \(rank [01]: .*\)", found[2])
     assert 0.05 < float(found[1]) < 0.5
-    (path,) = (tmp_path / "slow" / "run").glob("stragglers_*.yaml")
-    changed = int(path.stem.rpartition("_")[2]) + 1
+    # On a machine that others use, speeds may change again.
+    paths = sorted((tmp_path / "slow" / "run").glob("stragglers_*.yaml"))
+    changed, last = (int(path.stem.rpartition("_")[2]) + 1 for path in (paths[0], paths[-1]))
     assert f"another strategy was asked for; going on with ranks 0-1 after iteration {changed}, in " in out
     assert all(set(each["rank_tflops"]) == {"0", "1"} for each in slow[1:changed])
-    assert all(each["rank_tflops"]["0"] < each["rank_tflops"]["1"] for each in slow[2:changed])
+    rates = [median(each["rank_tflops"][rank] for each in slow[2:changed]) for rank in "01"]
+    assert rates[0] < rates[1]
     seconds = {each["iteration"]: each["step_seconds"] for each in slow}
     before = [seconds[n] for n in range(3, changed)]
-    after = [seconds[n] for n in range(changed + 2, 15)]
-    assert len(after) >= 3
+    after = [seconds[n] for n in range(last + 2, 15)]
     # The fastest of each: whatever else runs on the machine makes steps longer only.
     assert min(after) < 0.9 * min(before), (before, after)
 
+    assert f"traced: {trace}, which ui.perfetto.dev opens, and `simulate --beside` compares" in out
     # The trace goes over the change.
     compute = [span for span in read_spans(trace.read_text()) if span.lane == "compute"]
     spans = [span for span in compute if span.category == "forward"]
@@ -68,7 +78,7 @@ def test_a_run_with_a_slow_rank_finds_it_and_gets_faster_with_the_same_losses(tm
         own = [span for span in compute if span.rank == 0 and span.notes["iteration"] == iteration]
         return sum(span.end - span.start for span in own)
 
-    assert min(map(computed, range(changed + 2, 15))) < 0.8 * min(map(computed, range(3, changed)))
+    assert min(map(computed, range(last + 2, 15))) < 0.8 * min(map(computed, range(3, changed)))
     for rank in (0, 1):
         own = [span for span in spans if span.rank == rank]
         assert all(one.end <= other.start for one, other in pairwise(own))

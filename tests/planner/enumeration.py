@@ -209,7 +209,7 @@ class Enumeration:
         self, lane: Lane, m: int, rows: int, zero: int, pipelines: int
     ) -> tuple[tuple[int, ...], ...]:
         """Splits with which a pipeline takes less than the limit by itself and has the memory, fastest first."""
-        depth, splits = len(lane), self._splits(len(lane))
+        splits = self._splits(len(lane))
         if self.limit < inf:
             speed = sum(1 / sum(self._unit(seat, rows, "layer")) for seat in lane)
             if m * self.layers / speed >= self.limit:

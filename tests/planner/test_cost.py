@@ -41,7 +41,7 @@ def test_a_layer_of_the_papers_model_is_13_8_tflop() -> None:
 def test_the_ratio_of_h800_to_h20_falls_with_tensor_parallelism() -> None:
     kinds = {kind.name: kind for kind in Cluster.of_nodes({"h800": 1, "h20": 1}).kinds}
     ratios = [sustained_flops(kinds["h800"], tp) / sustained_flops(kinds["h20"], tp) for tp in (1, 2, 4, 8)]
-    assert ratios == pytest.approx([4.0, 3.95, 3.33, 2.6], rel=0.01)
+    assert ratios == pytest.approx([4.6, 3.95, 3.33, 2.6], rel=0.01)
     assert ratios[2] < 990 / 148, "nominal FLOP/s would give a wrong answer"
 
 
@@ -322,8 +322,10 @@ def test_every_plan_of_the_paper_is_above_its_bound(name: str) -> None:
 
 
 TOO_LARGE = {"c7", "table15_a", "table15_b", "table16_a"}
-"""Plans whose largest micro-batches need more than their devices have, by this account and by `explain --memory`: C7 by
-1.7 GiB of 79.6 on H800; the others, with documents of 16K or 32K tokens and no recomputation, by 18.7 to 129 GiB of 95.6."""
+"""Plans whose largest micro-batches need more than their devices have, by this account and by `explain --memory`, with
+1.5 GiB of each GPU left to driver and libraries. C7 by 3.2 GiB of 79.6 on H800: gradients are accumulated in FP32 here,
+while the paper's system accumulates in their own type (7.9 GiB less). The others by 20 to 131 GiB of 95.6, because the
+paper prints no micro-batches, and rows as long as the context on its pipelines for short sequences are ours."""
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS_OF_THE_PAPER if name.startswith(("table", "c"))])
@@ -332,3 +334,26 @@ def test_the_papers_own_plans_fit_their_devices_but_for_four(name: str) -> None:
     needs = priced.memory(strategy)
     fits = all(need <= priced.cluster.kind(rank).memory_bytes for rank, need in needs.items())
     assert fits == (name not in TOO_LARGE)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "tokens"), [("table15_a", 1, 4096), ("table15_b", 1, 11264), ("table16_a", 1, 11264)]
+)
+def test_the_papers_plans_for_mixed_lengths_fit_where_short_pipelines_get_short_sequences(
+    name: str, first: int, tokens: int
+) -> None:
+    priced, strategy = paper(name)
+    pipelines = (
+        *strategy.pipelines[:first],
+        *(replace(pipeline, max_tokens=tokens) for pipeline in strategy.pipelines[first:]),
+    )
+    needs = priced.memory(replace(strategy, pipelines=pipelines))
+    assert all(need <= priced.cluster.kind(rank).memory_bytes for rank, need in needs.items())
+
+
+def test_c7_fits_with_gradients_in_bf16() -> None:
+    priced, strategy = paper("c7")
+    needs, parameters = priced.memory(strategy), priced.parameters(strategy)
+    assert all(
+        need - 2 * parameters[rank] <= priced.cluster.kind(rank).memory_bytes for rank, need in needs.items()
+    )

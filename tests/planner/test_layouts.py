@@ -40,7 +40,7 @@ def test_a_built_strategy_is_whole_fits_and_is_idle_where_it_has_no_work() -> No
     assert strategy is not None
     strategy.check(LLAMA_32B.facts, found.ranks)
     assert strategy.idle_ranks == (28, 29, 30, 31)
-    assert [p.max_tokens for p in strategy.pipelines] == [19408, 19408, 5352, 5352, 5352]
+    assert [p.max_tokens for p in strategy.pipelines] == [18928, 18928, 5032, 5032, 5032]
     assert found.build(((Layout(4, 1, 1), 8),), 16384) is None
     assert found.build(((Layout(1, 1, 1), 32),)) is None
 
