@@ -116,6 +116,7 @@ class Nodes:
         self._nodes[0].terminate()
         deadline = time.time() + self._patience
         while self._nodes[0].poll() is None:
+            _ = self.watched.iteration
             self._check(deadline, "the end")
             time.sleep(_POLL_SECONDS)
         if self._nodes[0].returncode:
@@ -151,6 +152,7 @@ class Nodes:
         pids = [p.pid for p in self._nodes.values() if p.poll() is None] + list(self.pids.values())
         memory, threads, files = 0, 0, 0
         for pid in pids:
+            _ = self.watched.iteration
             with contextlib.suppress(OSError):
                 memory += 1024 * _number(Path(f"/proc/{pid}/smaps_rollup"), "Pss:")
                 threads += _number(Path(f"/proc/{pid}/status"), "Threads:")

@@ -56,13 +56,15 @@ def _steps(axes: "Axes", found: Replay, colours: dict[str, str]) -> None:
     for each in found.recoveries:
         first = next(step for step in found.steps if step.iteration == each.iteration + 1)
         begins = first.at - first.seconds
-        axes.axvspan(each.at, begins, color=GREY, alpha=0.5, hatch="////", linewidth=0)
+        # A node that starts is taken in when it has come up, between two steps.
+        since = each.at if each.what.startswith("kill") else _end_of(found, each.iteration)
+        axes.axvspan(since, begins, color=GREY, alpha=0.5, hatch="////", linewidth=0)
         axes.axvline(each.at, color=DARK, linewidth=1.2)
         axes.text(each.at, 1.30 * tallest, f" {each.what}", fontsize=9, color=DARK, va="top")
         axes.text(
             each.at,
             1.23 * tallest,
-            f" {begins - each.at:.1f} s to go on\n {each.moved_mb:.1f} MB moved",
+            f" {begins - since:.1f} s to go on\n {each.moved_mb:.1f} MB moved",
             fontsize=8,
             color=DARK,
             va="top",
@@ -80,6 +82,11 @@ def _steps(axes: "Axes", found: Replay, colours: dict[str, str]) -> None:
     axes.set_xlabel("seconds since the first step began", labelpad=22)
     axes.tick_params(axis="x", pad=24)
     axes.set_title(found.title, loc="left", fontsize=11, weight="bold")
+
+
+def _end_of(found: Replay, iteration: int) -> float:
+    """When a step was done."""
+    return next(step.at for step in found.steps if step.iteration == iteration)
 
 
 def _losses(axes: "Axes", found: Replay, colours: dict[str, str]) -> None:

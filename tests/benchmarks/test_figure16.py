@@ -61,11 +61,17 @@ def test_a_trace_that_loses_a_rank_and_then_its_node_trains_like_one_device(tmp_
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The paper's traces, where they are asked for."""
+    if "paper_trace" in metafunc.fixturenames:
+        asked = "fuzz" in metafunc.config.getoption("markexpr")
+        metafunc.parametrize("paper_trace", TRACES if asked else [])
+
+
 @pytest.mark.fuzz
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", TRACES)
-def test_the_papers_traces_train_like_one_device(name: str, tmp_path: Path) -> None:
-    trace = TRACES[name]
+def test_the_papers_traces_train_like_one_device(paper_trace: str, tmp_path: Path) -> None:
+    trace = TRACES[paper_trace]
     named = strategies(trace, 12, 16)
     assert_undisturbed(replay(trace, named, 3, tmp_path, print), trace, named)
 
