@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 MODEL = "llama_32b"
 ROWS, SEQUENCE = 64, 4096
-MEASURED = Phases(detect=0.19, agree=0.01, plan=0.2, specialize=0.11, groups=0.07, resume=1.15)
-"""`benchmarks/recovery.py` on CPU with gloo, on a machine with ten times the load that it has cores for; plan: the
-planner's limit for a re-plan. Nobody has measured them on GPUs, where `PAPER` is the other end."""
-PAPER = Phases(detect=0.19, agree=0.01, plan=1.2, specialize=7.9, groups=0.0, resume=1.15)
+MEASURED = Phases(detect=0.04, agree=0.001, plan=0.2, specialize=0.11, groups=0.016, resume=0.092)
+"""`benchmarks/recovery.py` on CPU with gloo, 4 ranks, idle machine; plan: the planner's limit for a re-plan; specialize:
+`benchmarks/specialize.py`, C2. Nobody has measured them on GPUs, where `PAPER` is the other end."""
+PAPER = Phases(detect=0.04, agree=0.001, plan=1.2, specialize=7.9, groups=0.0, resume=0.092)
 """Paper Table 5, the slowest of each: planning, and specialization with its communicators; the rest as measured."""
 LAUNCH_SECONDS = 60.0
 """Assumed: processes, libraries, communicators of a restart. FlashRecovery (arXiv 2509.03047) reports 150 s for the whole

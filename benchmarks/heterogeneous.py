@@ -33,9 +33,9 @@ from hetero_megatron.planner.measure import Experiment, measure
 from hetero_megatron.planner.plan import Plan, make_plan
 from hetero_megatron.planner.problem import Choices, Problem
 from hetero_megatron.planner.profiles import Profiles
-from hetero_megatron.report import short_strategy
 from hetero_megatron.runtime.launch import preload
 from hetero_megatron.runtime.session import Session
+from hetero_megatron.stragglers import spelt
 from hetero_megatron.strategy import Pipeline, Stage, Strategy
 
 SEQUENCE = 256
@@ -210,7 +210,7 @@ def compare(
         measured[run.name] = took, predicted
         table.add_row(
             run.name,
-            short_strategy(run.strategy),
+            spelt(run.strategy),
             f"{took:.3f}",
             f"{predicted:.3f}",
             f"{100 * (predicted / took - 1):+.1f}%",

@@ -49,9 +49,6 @@ KILLED = 1
 KILL_AT = 12
 """The kill comes within one step after this one."""
 PATIENCE_SECONDS = 120.0
-FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""For torchrun: a store of their own for restarted ranks. Over the shared one they failed to connect in 3 of 3 runs (torch
-2.13, gloo), with it in 1 of 3; so it may restart them more than once, and that time counts."""
 RECOVERED = re.compile(r"going on with ranks .* after iteration (\d+), in [0-9.]+ s \((.*)\)")
 
 
@@ -215,7 +212,7 @@ class Training:
         with self._output.open("ab") as output:
             self._process = subprocess.Popen(
                 self._command,
-                env=os.environ | {"OMP_NUM_THREADS": "1", **FRESH_STORE},
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

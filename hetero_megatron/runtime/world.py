@@ -55,13 +55,12 @@ class World:
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = datetime.timedelta(seconds=timeout_s)
         if rendezvous is None:
-            dist.init_process_group(backend, timeout=timeout)
+            store, index, size = _launched(timeout)
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            store = dist.FileStore(rendezvous.store_path, rendezvous.size)
-            dist.init_process_group(
-                backend, store=store, rank=rendezvous.index, world_size=rendezvous.size, timeout=timeout
-            )
+            index, size = rendezvous.index, rendezvous.size
+            store = dist.FileStore(rendezvous.store_path, size)
+        dist.init_process_group(backend, store=store, rank=index, world_size=size, timeout=timeout)
         return World._met(ranks, device, timeout)
 
     @staticmethod
@@ -123,6 +122,18 @@ class World:
     def leave(self) -> None:
         """Close all connections."""
         dist.destroy_process_group()
+
+
+def _launched(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
+    """The launcher's store, this process's place in it, and how many there are.
+
+    torchrun may keep one store over all its attempts, in which the addresses of processes that are gone would be found.
+    """
+    store, index, size = next(dist.rendezvous("env://", timeout=timeout))
+    # Several agents do not count their attempts together.
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store, index, size
 
 
 class Groups:

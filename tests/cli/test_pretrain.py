@@ -22,7 +22,7 @@ from tests.cli.commands import C2, SMALL, refusal
 FIELDS = {
     *("iteration", "loss", "grad_norm", "lr", "valid_tokens", "step_seconds", "tokens_per_second"),
     *("first_sample", "consumed_samples", "consumed_tokens", "padding_share", "data_wait_seconds"),
-    *("compute_seconds", "communication_seconds", "bubble_seconds", "tflops_per_device"),
+    *("compute_seconds", "communication_seconds", "bubble_seconds", "tflops_per_device", "time"),
 }
 PIPELINES = "strategy.pipelines"
 FIRST, SECOND, OTHER = (f"{PIPELINES}.{at}" for at in ("0.stages.0", "0.stages.1", "1.stages.0"))
@@ -205,6 +205,27 @@ def test_a_launcher_gives_the_same_losses(shown: str, recipe: str, tmp_path: Pat
     assert out.count("micro-batches") == 1, "one rank prints"
     losses = [[line["loss"] for line in metrics(run)] for run in (Path(recipe).parent / "run", tmp_path)]
     assert losses[0] == losses[1]
+
+
+def test_ranks_that_a_launcher_starts_again_find_one_another_and_go_on(recipe: str, tmp_path: Path) -> None:
+    """Its store still has the addresses of the ranks that are gone."""
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    pair = '{"dp": 2, "tp": 1, "micro_batches": 2}'
+    keys = (
+        f"strategy={pair}",
+        "training.global_batch_size=4",
+        "training.train_iters=600",
+        "checkpoint.interval=50",
+    )
+    command = (*launcher, "-m", "hetero_megatron.train", recipe, *keys, f"output={tmp_path}")
+    with ended_with(started(*command)) as process:
+        while not [*tmp_path.glob("iter_*/complete.json")]:
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert [line["iteration"] for line in metrics(tmp_path)] == [*range(1, 601)]
 
 
 @pytest.mark.usefixtures("unstarted")

@@ -30,6 +30,7 @@ from hetero_megatron.planner.churn_policies import (
     broadcast_seconds,
 )
 from hetero_megatron.planner.churn_trace import DEVICE, NODE, Trace, on_cluster, read_trace
+from hetero_megatron.planner.plan import SAFE
 from hetero_megatron.planner.problem import Problem
 from hetero_megatron.strategy import Pipeline, Stage, Strategy
 
@@ -237,7 +238,8 @@ def test_ours_goes_on_with_all_survivors_and_takes_all_in_again() -> None:
     back = own.join(everyone, answer.work)
     assert back is not None
     assert back.work is not None
-    assert back.work.step_seconds == pytest.approx(begun.work.step_seconds, rel=0.02)
+    # The plan that a run begins with outlives every node and may be up to SAFE slower than the fastest.
+    assert begun.work.step_seconds / SAFE < back.work.step_seconds < 1.02 * begun.work.step_seconds
     nothing = own.lose(Ranks(), begun.work)
     assert nothing.work is None
 
