@@ -24,6 +24,8 @@ from hetero_megatron.planner.sketch import Draft, Sketch
 DEVICES, KINDS, LAYERS, BATCH = 8, 2, 12, 32
 MOST_TIMED = 30000
 """Strategies that are timed before the search gives up on a proof."""
+FIRST_TIMED = 500
+"""Of one setting, before the others have had a look."""
 WON = 1e-9
 """A step is shorter if it is shorter by more than this share."""
 
@@ -41,9 +43,11 @@ def is_small(problem: Problem) -> bool:
 def exact(problem: Problem, costs: Costs, start: Priced | None) -> tuple[Priced | None, bool]:
     """The best strategy, and whether that is proven; `start` is one that fits, if one is known."""
     search = _Search(problem, costs, start)
-    for setting, cp in search.settings():
-        search.run(setting, cp)
-    return search.best, search.timed < MOST_TIMED
+    left = search.settings()
+    # A look at every setting first: what is found under one makes the others short.
+    for allowed in (FIRST_TIMED, MOST_TIMED):
+        left = [each for each in left if not search.run(*each, min(search.timed + allowed, MOST_TIMED))]
+    return search.best, not left
 
 
 class _Search:
@@ -79,8 +83,8 @@ class _Search:
         alike = (best[0].micro_batch_size, len(best)) if best else None
         return sorted(found, key=lambda each: (each[0].rows, each[0].replicas // each[1]) != alike)
 
-    def run(self, setting: Setting, cp: int) -> None:
-        """Everything under one setting."""
+    def run(self, setting: Setting, cp: int, most_timed: int) -> bool:
+        """Everything under one setting, until so many strategies were timed in all; whether that was enough."""
         total, count = self.problem.global_batch_size // setting.rows, setting.replicas // cp
         within: list[tuple[Blocks, list[list[Split]]]] = []
         for blocks in self._all_lanes(cp):
@@ -97,8 +101,8 @@ class _Search:
         # The fastest first, so that the limit falls early.
         within.sort(key=lambda each: (-len(each[1]), each[1][-1][0].seconds, each[0]))
         for chosen in _Sets(self, [(blocks, len(own)) for blocks, own in within], count, total).all():
-            if self.timed >= MOST_TIMED:
-                return
+            if self.timed >= most_timed:
+                return False
             options = [
                 [split for split in within[n][1][m - 1] if split.seconds < self.limit] for n, m in chosen
             ]
@@ -110,6 +114,7 @@ class _Search:
                     continue  # equal lanes with equal counts stand in one order
                 if max(split.seconds for split in splits) < self.limit:
                     self._time(splits, [m for _, m in chosen], setting)
+        return True
 
     def _all_lanes(self, cp: int) -> tuple[Blocks, ...]:
         """Every sequence of blocks of one context-parallel size that there are devices for."""
