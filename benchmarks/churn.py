@@ -226,8 +226,7 @@ def _panel(axes: "Axes", title: str, own: Setting, results: Mapping[str, tuple[O
     axes.set_xlabel("hours")
     axes.set_ylabel("hours of the undisturbed cluster's work")
     axes.set_title(title, loc="left", fontsize=11)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def assumptions(own: Setting) -> str:

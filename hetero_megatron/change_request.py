@@ -4,12 +4,12 @@ It is told through the store, before the vote that makes the ranks stop: so all 
 and so does whoever joins later.
 """
 
-import base64
-import pickle
 from collections.abc import Callable
 
 from hetero_megatron.next_program import is_for
 from hetero_megatron.runtime.membership import Member, View
+from hetero_megatron.runtime.recovery import ASKED
+from hetero_megatron.runtime.strategy_text import as_text, from_text
 from hetero_megatron.stragglers import Watch
 from hetero_megatron.strategy import Strategy
 
@@ -26,15 +26,14 @@ class ChangeRequests:
         return lambda: watch.wants_change or self._member.is_awaited()
 
     def _ask(self, strategy: Strategy) -> None:
-        text = base64.b64encode(pickle.dumps(strategy)).decode()
-        self._member.store.set(f"asked/{self._member.view.generation + 1}", text)
+        self._member.store.set(f"asked/{self._member.view.generation + 1}", as_text(strategy, ASKED))
 
     def strategy(self, view: View) -> Strategy | None:
         """The strategy that was asked for last and is for just the ranks of this view, if any."""
         store = self._member.store
         for generation in range(view.generation, 0, -1):
             if store.check([f"asked/{generation}"]):
-                found: Strategy = pickle.loads(base64.b64decode(store.get(f"asked/{generation}")))
+                found, _ = from_text(store.get(f"asked/{generation}"))
                 if is_for(found, view.ranks):
                     return found
         return None

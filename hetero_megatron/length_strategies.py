@@ -28,22 +28,22 @@ def length_costs(recipe: Recipe, profiles: Profiles | None = None) -> SmallBatch
     )
 
 
-def make_chooser(recipe: Recipe, profiles: Profiles | None = None) -> StepChooser:
+def make_chooser(recipe: Recipe) -> StepChooser:
     """Who chooses among the recipe's strategies, step by step.
 
     Raises:
         RecipeError: a strategy's plan file does not do.
     """
-    return StepChooser(recipe.make_strategies(), length_costs(recipe, profiles))
+    return StepChooser(recipe.make_strategies(), length_costs(recipe))
 
 
-def strategy_packing(recipe: Recipe, samples: Samples, profiles: Profiles | None = None) -> StrategyPacking:
+def strategy_packing(recipe: Recipe, samples: Samples) -> StrategyPacking:
     """A step's documents over the pipelines of the strategy that suits them: what a run's loader shares by.
 
     Raises:
         PlannerError: no strategy holds a document of seq_length tokens.
     """
-    return StrategyPacking(samples, recipe.training.seq_length, make_chooser(recipe, profiles))
+    return StrategyPacking(samples, recipe.training.seq_length, make_chooser(recipe))
 
 
 def places_of(programs: Sequence[Program], rank: int) -> tuple[Place, ...]:

@@ -1,4 +1,4 @@
-"""How fast every rank computes, told among the votes of the next step: no collective of its own (issue: stragglers)."""
+"""How fast every rank computes, told among the votes of the next step: no collective of its own."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

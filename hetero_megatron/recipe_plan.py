@@ -39,22 +39,29 @@ def costs_of(recipe: "Recipe", problem: Problem, profiles: Profiles | None = Non
     )
 
 
+def costs_under(
+    recipe: "Recipe", strategy: "Strategy", cluster: "Cluster", profiles: Profiles | None = None
+) -> Costs:
+    """The cost model of a recipe's model on these devices, as a strategy shares work; `profiles` in place of its own."""
+    return Costs(
+        recipe.make_config(),
+        cluster,
+        profiles_of(recipe) if profiles is None else profiles,
+        recipe.training.seq_length,
+        recipe.training.precision,
+        strategy.sequence_parallel,
+        strategy.context_parallel,
+        recipe.training.bucket_size,
+    )
+
+
 def problem_under(
     recipe: "Recipe", written: "Strategy", cluster: "Cluster", profiles: Profiles | None = None
 ) -> tuple[Problem, Costs]:
     """The planner's view of a run, under what its strategy has decided for good: ZeRO and how parallel parts share."""
     cp = () if recipe.kernels.attention == "auto" else (1,)
     problem = replace(problem_of(recipe, Choices(zero=(written.zero,), context_parallel=cp)), cluster=cluster)
-    return problem, Costs(
-        problem.config,
-        cluster,
-        profiles_of(recipe) if profiles is None else profiles,
-        problem.seq_length,
-        recipe.training.precision,
-        written.sequence_parallel,
-        written.context_parallel,
-        recipe.training.bucket_size,
-    )
+    return problem, costs_under(recipe, written, cluster, profiles)
 
 
 def plan_recipe(

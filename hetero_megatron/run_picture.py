@@ -74,8 +74,7 @@ def draw_run(
     )
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     for axes in panels:
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right"]].set_visible(False)
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:

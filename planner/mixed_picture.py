@@ -57,8 +57,7 @@ def draw_mixed(
         handles=patches, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False, fontsize=9
     )
     for axes in (lengths_at, longest_at, seconds_at):
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right"]].set_visible(False)
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

@@ -58,8 +58,7 @@ def draw_timeline(simulation: Simulation, path: Path, title: str) -> None:
     axes.set_yticks([rows[place] for place in places], [_label(simulation, place) for place in places])
     axes.tick_params(axis="y", length=0, labelsize=9)
     axes.set_xlabel("seconds")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(
         f"{title}: {_seconds(simulation.seconds)} a step, {_seconds(simulation.bound)} without any bubble "
         f"(dashed), {100 * simulation.gap:.1f}% above it",

@@ -57,8 +57,7 @@ def draw_plan(best: Priced, cluster: Cluster, costs: Costs, path: Path) -> None:
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_yticks([])
     axes.set_xlabel("seconds of one micro-batch, forward and backward; the widest box sets the pace")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     used = dict.fromkeys(cluster.kind(rank).name for rank in strategy.ranks)
     handles = [Patch(facecolor=colours[name], edgecolor="#333333", label=name) for name in used]
     axes.legend(

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from hetero_megatron.cluster import Cluster, Link
-from hetero_megatron.models.config import LlamaConfig
-from hetero_megatron.planner.profiles import Profiles
+from hetero_megatron.cluster import Link
 from hetero_megatron.planner.rates import bytes_per_second
 from hetero_megatron.planner.unit_cost import NOTHING, Lengths, Seconds, UnitCosts
 from hetero_megatron.strategy import Pipeline, Stage
@@ -32,18 +31,13 @@ class StageShape:
 class StageCosts(UnitCosts):
     """Costs of stages; a stage is as slow as the slowest of its ranks."""
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        cluster: Cluster,
-        profiles: Profiles,
-        precision: str,
-        sequence_parallel: bool,
-        context_parallel: str,
-    ) -> None:
-        super().__init__(config, cluster, profiles, precision, sequence_parallel, context_parallel)
-        self._shapes: dict[Stage, StageShape] = {}
-        self._chunks: dict[tuple[object, ...], Seconds] = {}
+    @cached_property
+    def _shapes(self) -> dict[Stage, StageShape]:
+        return {}
+
+    @cached_property
+    def _chunks(self) -> dict[tuple[object, ...], Seconds]:
+        return {}
 
     def shape(self, stage: Stage) -> StageShape:
         """What the cost of a stage depends on."""

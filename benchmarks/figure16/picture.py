@@ -30,8 +30,7 @@ def draw(replays: Sequence[Replay], path: Path) -> None:
         _steps(steps_at, found, colours)
         _losses(losses_at, found, colours)
         for axes in (steps_at, losses_at):
-            for side in ("top", "right"):
-                axes.spines[side].set_visible(False)
+            axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(NOTE, fontsize=9, color=DARK, x=0.01, ha="left")
     figure.savefig(path, dpi=110)
 

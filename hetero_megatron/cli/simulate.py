@@ -17,11 +17,11 @@ from hetero_megatron.models.llama import Llama
 from hetero_megatron.planner.beside import PARTS, Measured, MeasuredStep, measured_step
 from hetero_megatron.planner.cost import Costs, Lengths
 from hetero_megatron.planner.picture import draw_timeline
-from hetero_megatron.planner.profiles import Profiles
 from hetero_megatron.planner.simulate import RankReport, Simulation, simulate
 from hetero_megatron.profile_file import profiles_of
 from hetero_megatron.program import Program
 from hetero_megatron.recipe import Recipe
+from hetero_megatron.recipe_plan import costs_under
 from hetero_megatron.run import build_program
 from hetero_megatron.strategy import Strategy
 from hetero_megatron.trace_file import chrome_trace, read_spans
@@ -46,7 +46,7 @@ def run(
     with recipe.named():
         profiles = profiles_of(recipe, profile)
         program = build_program(recipe, Llama(recipe.make_config()))
-        costs = make_costs(recipe, program.strategy, profiles)
+        costs = costs_under(recipe, program.strategy, program.cluster, profiles)
         found = simulate(program, costs, lengths_of(recipe, program.strategy))
         measured = None if beside is None else read_measured(beside, program)
     if trace is not None:
@@ -109,20 +109,6 @@ def _compare(found: Simulation, measured: MeasuredStep) -> None:
     console.print(
         f"furthest apart: {part} of rank {rank}, {100 * told:.1f}% of the step predicted and {100 * was:.1f}% measured",
         soft_wrap=True,
-    )
-
-
-def make_costs(recipe: Recipe, strategy: Strategy, profiles: Profiles) -> Costs:
-    """The costs of the recipe's model on its cluster."""
-    return Costs(
-        recipe.make_config(),
-        recipe.make_cluster(),
-        profiles,
-        recipe.training.seq_length,
-        recipe.training.precision,
-        strategy.sequence_parallel,
-        strategy.context_parallel,
-        recipe.training.bucket_size,
     )
 
 

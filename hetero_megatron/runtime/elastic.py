@@ -6,9 +6,7 @@ state then moves from its living owners into the layout of the next Program, and
 rank has the new one.
 """
 
-import base64
 import gc
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from hetero_megatron.runtime.membership import Halted, Member, Progress, View
 from hetero_megatron.runtime.recovery import ASKED, Laps, Recovery, in_short
 from hetero_megatron.runtime.session import Session, StepResult
 from hetero_megatron.runtime.sockets import Sockets, cut
+from hetero_megatron.runtime.strategy_text import as_text, from_text
 from hetero_megatron.runtime.world import Groups, World
 from hetero_megatron.strategy import Strategy
 
@@ -98,7 +97,7 @@ class ElasticSession:
             else:
                 self._programs[0] = program
                 if member.rank == view.ranks[0]:
-                    member.share("strategy", _as_text(program.strategy, ""))
+                    member.share("strategy", as_text(program.strategy, ""))
                 with cut_when_halted(member):
                     groups = self._connect(program, view)
                     session = start(program, self.world, groups)
@@ -291,14 +290,14 @@ class ElasticSession:
         base, told = self._programs[view.base], None
         if self.member.rank == min(set(view.ranks) - set(view.joined), default=-1):
             asked = self._asked(view)
-            told = _as_text(asked, ASKED) if asked else _as_text(*self._replan.strategy(base, view.ranks))
+            told = as_text(asked, ASKED) if asked else as_text(*self._replan.strategy(base, view.ranks))
         program, planned = self._shared(view.generation, told)
         self._programs[view.generation] = program
         return base, program, planned
 
     def _shared(self, generation: int, told: str | None) -> tuple[Program, str]:
         """The program of a generation, from the strategy that one of its ranks has told; and what it said of it."""
-        strategy, planned = _from_text(self.member.share("strategy", told, generation))
+        strategy, planned = from_text(self.member.share("strategy", told, generation))
         ranks = self.member.view_of(generation).ranks
         return self._replan.program(strategy, ranks), planned
 
@@ -325,12 +324,3 @@ _JOINING = "ranks asked to join"
 
 class _Joining(RuntimeError):
     """Ranks stop between two steps to take others in."""
-
-
-def _as_text(strategy: Strategy, planned: str) -> str:
-    return base64.b64encode(pickle.dumps((strategy, planned))).decode()
-
-
-def _from_text(text: str) -> tuple[Strategy, str]:
-    strategy, planned = pickle.loads(base64.b64decode(text))
-    return strategy, planned

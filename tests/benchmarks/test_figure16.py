@@ -17,6 +17,7 @@ from hetero_megatron.recipe import load_recipe
 from hetero_megatron.strategy import Strategy
 from tests.distributed.training import stage, strategy
 from tests.paper.files import ready
+from tests.whole import all_are_asked_for
 
 # A rank fails, and then the rest of its node of two.
 SMALL = Trace("8 ranks", "8", (Change("7", (7,)), Change("6", (6,))), nodes=1)
@@ -64,7 +65,7 @@ def test_a_trace_that_loses_a_rank_and_then_its_node_trains_like_one_device(tmp_
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The paper's traces, where they are asked for."""
     if "paper_trace" in metafunc.fixturenames:
-        asked = "fuzz" in metafunc.config.getoption("markexpr")
+        asked = all_are_asked_for(metafunc.config)
         metafunc.parametrize("paper_trace", TRACES if asked else [])
 
 

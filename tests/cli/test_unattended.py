@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.whole import all_are_asked_for
+
 MODEL = """
 model: {preset: llama_tiny, num_layers: 4, hidden_size: 32, ffn_hidden_size: 64, num_query_groups: 4}
 training: {train_iters: STEPS, global_batch_size: 4, seq_length: 256, lr: 1e-3, lr_decay_style: cosine, lr_warmup_iters: 20}
@@ -55,7 +57,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 def test_a_run_killed_three_times_and_resumed_under_three_strategies(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    steps = 200 if "fuzz" in pytestconfig.getoption("markexpr") else 72
+    steps = 200 if all_are_asked_for(pytestconfig) else 72
     texts = tmp_path / "texts"
     texts.mkdir()
     library = Path(sysconfig.get_path("stdlib"))

@@ -1,4 +1,4 @@
-"""A run that loses ranks goes on in the others, as if nothing had happened (issue: switching and survival)."""
+"""A run that loses ranks goes on in the others, as if nothing had happened."""
 
 import os
 import signal

@@ -19,6 +19,7 @@ from hetero_megatron.runtime.faults import Fault
 from hetero_megatron.runtime.launch import preload
 from tests.distributed.surviving import Survival, survive
 from tests.distributed.training import T0, Outcome, assert_parity, reference, sequences, stage, strategy
+from tests.whole import all_are_asked_for
 
 DATA = tuple(sequences(4, seed=step) for step in range(5))
 STEP = 3
@@ -139,7 +140,7 @@ def test_a_rank_that_is_killed_is_missed_by_nobody(phase: str, rank: int, zero: 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The whole matrix, where it is asked for."""
     if "case" in metafunc.fixturenames:
-        asked = "fuzz" in metafunc.config.getoption("markexpr")
+        asked = all_are_asked_for(metafunc.config)
         rest = [case for case in MATRIX if case not in DIAGONAL]
         metafunc.parametrize("case", rest if asked else [], ids=lambda case: "-".join(map(str, case)))
 

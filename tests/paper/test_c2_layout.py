@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.distributed.training import T0, assert_parity, reference, sequences, stage, strategy, train
+from tests.whole import all_are_asked_for
 
 CONFIG = replace(T0, num_layers=15, num_query_groups=4)
 FOUR_STAGES = [stage("0-3", "0-3"), stage("4-7", "4-7"), stage("8-11", "8-11"), stage("12-15", "12-14")]
@@ -23,7 +24,7 @@ FIVE_STAGES = [
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Both kinds of activations, where they are asked for."""
-    asked = "fuzz" in metafunc.config.getoption("markexpr")
+    asked = all_are_asked_for(metafunc.config)
     metafunc.parametrize("sequence_parallel", [False, True] if asked else [])
 
 

@@ -14,6 +14,7 @@ from hetero_megatron.runtime.optimizer import OptimizerSettings
 from tests.distributed.training import T0, assert_parity, reference, sequences, train
 from tests.paper.files import NAMES, ready, written
 from tests.paper.reduced import essence, reduce
+from tests.whole import all_are_asked_for
 
 STEPS = 2
 # A small rate: Adam turns the rounding of a gradient near zero into a difference of up to lr.
@@ -32,7 +33,7 @@ def representatives() -> list[str]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """All recipes where they are asked for."""
     if "name" in metafunc.fixturenames:
-        asked = "fuzz" in metafunc.config.getoption("markexpr")
+        asked = all_are_asked_for(metafunc.config)
         metafunc.parametrize("name", NAMES if asked else representatives())
 
 

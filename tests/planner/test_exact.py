@@ -9,6 +9,7 @@ from hetero_megatron.planner.plan import make_plan
 from hetero_megatron.planner.solver import Solver
 from tests.planner.enumeration import Enumeration
 from tests.planner.small import small_costs, small_problem
+from tests.whole import all_are_asked_for
 
 CASES = 200
 QUICK = (5, 6, 9, 10, 16, 19, 22, 23, 25, 29, 32, 35, 37, 39, 51, 53, 61, 64, 69, 70)
@@ -39,7 +40,7 @@ def test_the_plan_is_the_fastest_strategy_there_is(seed: int) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """All cases under `pytest -m fuzz`, none otherwise."""
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", range(CASES if "fuzz" in metafunc.config.option.markexpr else 0))
+        metafunc.parametrize("case", range(CASES if all_are_asked_for(metafunc.config) else 0))
 
 
 @pytest.mark.fuzz
